@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import (
+    VmapInterpreter,
     temporarily_clear_interpreter_stack,
     temporarily_restore_interpreter_stack,
 )
@@ -32,49 +33,45 @@ from moe_autograd.errors import UnsupportedTransformError
 
 
 class _Kind(NamedTuple):
-    """Whose tensors they are: how to tell them, to take the dimension of a level out, and to put it in."""
+    """Whose tensors they are: how to take the dimension of a level out, and to put it in."""
 
-    is_batched: Callable[[Tensor], bool]
     remove: Callable[[Tensor, int, int, int], Tensor]
     add: Callable[[Tensor, int, int], Tensor]
 
 
 _torch: Any = torch  # which does not tell of these
-_OF_BACKWARDS = _Kind(_functorch.is_legacy_batchedtensor, _torch._remove_batch_dim, _torch._add_batch_dim)
-_OF_FUNC = _Kind(_functorch.is_batchedtensor, _functorch._remove_batch_dim, _functorch._add_batch_dim)
+_OF_BACKWARDS = _Kind(_torch._remove_batch_dim, _torch._add_batch_dim)
+_OF_FUNC = _Kind(_functorch._remove_batch_dim, _functorch._add_batch_dim)
 
 
 class Batches:
-    """The dimensions that some gradients have more than they say.
+    """The dimensions that gradients have more than they say, in a backward that makes a graph.
 
     Args:
-        grads: all gradients that a backward begins with.
+        grads: all gradients that it begins with. Under `torch.vmap` hooks may bring in others, of any of its levels.
 
     Attributes:
         sizes: of the dimensions, by their levels; empty where there are none, as mostly.
 
     Raises:
-        UnsupportedTransformError: `is_grads_batched=True` within `torch.vmap`, or another transform of `torch.func`.
+        UnsupportedTransformError: another transform of `torch.func` is around the backward than `torch.vmap`, or that
+            is around one with `is_grads_batched=True`.
     """
 
     def __init__(self, grads: Tensors) -> None:
-        self.sizes: dict[int, int] = {}
-        self._kind = _OF_BACKWARDS
+        legacy = [grad for grad in grads if grad is not None and _functorch.is_legacy_batchedtensor(grad)]
+        self._kind, self.sizes = _OF_BACKWARDS, dict[int, int]()
         self._transforms: list[Any] = []
-        for grad in grads:
-            if grad is not None:
-                self._look_at(grad)
-
-    def _look_at(self, grad: Tensor) -> None:
-        if _functorch.is_functorch_wrapped_tensor(grad):
-            self._kind = _OF_FUNC
-            self.sizes |= _sizes_in_func(grad)
-        elif _functorch.is_legacy_batchedtensor(grad):
+        if torch._C._are_functorch_transforms_active():
+            self._kind, self.sizes = _OF_FUNC, _sizes_in_func()
+            if legacy:
+                raise _unsupported()
+        for grad in legacy:
             self.sizes |= _sizes_of(grad)
 
     @contextmanager
     def beyond_transforms(self) -> Iterator[None]:
-        """Leave the transforms of `torch.func` that the backward is in, for a map of the many."""
+        """Leave the transforms of `torch.func` that the backward is in, for what takes the many."""
         with temporarily_clear_interpreter_stack() as self._transforms:
             yield
 
@@ -103,6 +100,15 @@ class Batches:
         return grad
 
 
+def all_of(grad: Tensor) -> Tensor:
+    """Return all numbers that a gradient stands for, in whichever order, to look at them."""
+    while _functorch.is_functorch_wrapped_tensor(grad):
+        grad = _functorch.get_unwrapped(grad)
+    for level, size in sorted(_sizes_of(grad).items(), reverse=True):
+        grad = _OF_BACKWARDS.remove(grad, level, size, 0)
+    return grad
+
+
 @torch.no_grad()
 def _sizes_of(grad: Tensor) -> dict[int, int]:
     sizes: dict[int, int] = {}
@@ -117,15 +123,15 @@ def _sizes_of(grad: Tensor) -> dict[int, int]:
     return sizes
 
 
-def _sizes_in_func(grad: Tensor) -> dict[int, int]:
-    sizes: dict[int, int] = {}
-    while _functorch.is_batchedtensor(grad):
-        within = _functorch.get_unwrapped(grad)
-        sizes[_functorch.maybe_get_level(grad)] = within.shape[_functorch.maybe_get_bdim(grad)]
-        grad = within
-    if _functorch.is_functorch_wrapped_tensor(grad) or _functorch.is_legacy_batchedtensor(grad):
-        raise UnsupportedTransformError(
-            "parallel_apply, backward: expected gradients of one backward, or of many by is_grads_batched=True or by "
-            "torch.vmap, got one of another transform of torch.func, or of both. Transform the backward by one."
-        )
-    return sizes
+def _sizes_in_func() -> dict[int, int]:
+    transforms: Any = _functorch.get_interpreter_stack()
+    if any(one.key() != _functorch.TransformType.Vmap for one in transforms):
+        raise _unsupported()
+    return {one.level(): VmapInterpreter(one).batch_size() for one in transforms}
+
+
+def _unsupported() -> UnsupportedTransformError:
+    return UnsupportedTransformError(
+        "parallel map, backward: expected create_graph=True alone, in torch.vmap or with is_grads_batched=True, "
+        "got another transform of torch.func around it, or both of these. Transform the backward by one."
+    )

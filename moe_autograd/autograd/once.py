@@ -8,19 +8,28 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import Function
 
+from moe_autograd.autograd.batched import Batches
+
 
 def not_twice(
     grads: Iterable[Tensor | None], sources: Iterable[Tensor | None], complaint: str
 ) -> list[Tensor | None]:
     """Return the same gradients; whoever differentiates one by any of its sources gets a `RuntimeError`.
 
+    Those of many backwards at once, too (`batched`).
+
     Args:
         grads: of a backward with `create_graph=True`.
         sources: what they were computed from.
         complaint: what the error says.
     """
-    sources = tuple(sources)
-    return [None if grad is None else _NotTwice.apply(complaint, grad, *sources) for grad in grads]  # type: ignore[no-untyped-call]
+    grads, sources = [*grads], [*sources]
+    batches = Batches([*grads, *sources])
+    apart, sources = batches.apart(grads), batches.apart(sources)
+    apply: Any = _NotTwice.apply
+    with batches.beyond_transforms():
+        tied = [None if grad is None else apply(complaint, grad, *sources) for grad in apart]
+    return batches.together(tied)
 
 
 class _NotTwice(Function):

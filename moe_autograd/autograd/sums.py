@@ -13,8 +13,9 @@ Rule 1. They are added in the order of the loop, whoever ends first, and so to t
         turn waits for it.
 Rule 2. Added is what is as the tensor itself: dense, of its shape, dtype and device. All else goes to the engine, which
         makes it fit or complains.
-Rule 3. Nothing with a graph, and nothing under compiled autograd, whose graph adds all gradients that the join returns:
-        none of them may be missing.
+Rule 3. Nothing with a graph; nothing under compiled autograd, whose graph adds all gradients that the join returns:
+        none of them may be missing; and nothing where what is done in place would be recorded, or under a transform of
+        `torch.func`, where a sum may have room for one backward, and the next gradient be of many.
 Rule 4. A gradient that a call has returned may still be the call's own. Only sums are changed in place.
 Rule 5. On an accelerator a sum goes on after what both of its terms have queued, wherever that was.
 """
@@ -28,6 +29,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from moe_autograd._ambient import is_recorded
 from moe_autograd._streams import continue_after, queued_here, use_here
 from moe_autograd.autograd import accumulating
 from moe_autograd.autograd.grad_dtypes import differs
@@ -93,7 +95,8 @@ class Sums:
     ) -> None:
         self._of_call: dict[int, list[tuple[int, _Sum]]] = {}
         self._sums: list[_Sum] = []
-        if torch.is_grad_enabled() or is_backward_compiled():
+        is_transformed = torch._C._are_functorch_transforms_active() or is_recorded()
+        if torch.is_grad_enabled() or is_backward_compiled() or is_transformed:
             return  # Rule 3
         taking_part = set(calls)
         for one in shared:

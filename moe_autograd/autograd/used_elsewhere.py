@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_autograd.autograd.batched import Batches
+from moe_autograd.autograd.batched import all_of
 from moe_autograd.autograd.computed_from import at_any_distance, note_uses, places_in
 from moe_autograd.autograd.result_hooks import Within
 from moe_autograd.autograd.this_backward import asked_for_by_name, kept_by_this_backward
@@ -122,8 +122,8 @@ class _Refusal:
         """Raise if something flows here, and somebody looks at one of them."""
         if grad is None or is_backward_compiled() or not self._looks.of_this_backward() & self._below:
             return
-        (whole,) = Batches([grad]).apart([grad])
-        if whole is None or whole.layout is not torch.strided or whole.any() or self._may_be_changed():
+        numbers = all_of(grad)
+        if numbers.layout is not torch.strided or numbers.any() or self._may_be_changed():
             raise RuntimeError(f"{self._looks.name}: {_MISSED}")
         # zeros miss nothing: `torch.stack(states)[0]` has them for all other states
 

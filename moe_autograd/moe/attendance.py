@@ -92,6 +92,11 @@ class Attendance:
         finally:
             wait.end()
 
+    @property
+    def has_clock(self) -> bool:
+        """Whether those who come late are left out."""
+        return self._tolerance.timeout_after_min_s is not None
+
     def follow_backwards_of(self, y: Tensor) -> None:
         """Know in each backward from `y`, too, who is waited for.
 
@@ -199,8 +204,11 @@ class _LocalCall(nn.Module):
             wait.settle(self._position, is_answered=self._position not in self._attendance.lost)
 
     def only_computes(self) -> bool:
-        """Tell that beside its expert nothing here waits, so that small ones may be called in turn; see `in_turn`."""
-        return self._recompute is None
+        """Tell whether nothing but its expert counts, so that it may be called in turn; see `in_turn`.
+
+        With a clock it counts how many calls are before it.
+        """
+        return self._recompute is None and not self._attendance.has_clock
 
     def leaves_out(self, error: Exception) -> bool:
         """Tell whether a backward that failed so is left out, and note it; see `grouping`."""

@@ -92,8 +92,8 @@ def dense(grads: Iterable[Tensor | None]) -> list[Tensor | None]:
     found = [g if g is None or g.layout is torch.strided else g.to_dense() for g in grads]
     if not all(grad is None or torch._C._has_storage(grad) for grad in found):
         raise UnsupportedTransformError(
-            "remote expert: expected gradients of one backward, got those of many at once (is_grads_batched=True, "
-            "vectorize=True). Its server cannot take part: ask for one after the other, or use a local expert."
+            "remote expert: expected gradients of one backward, got those of many at once (torch.vmap, vectorize=True, "
+            "is_grads_batched=True). Its server cannot take part: ask for one after the other, or use a local expert."
         )
     return found
 

@@ -56,7 +56,23 @@ def test_gradients_of_many_backwards_at_once_are_refused(expert):
     y = expert(x)
     with pytest.raises(UnsupportedTransformError, match="remote expert: expected gradients of one backward"):
         torch.autograd.grad(y, x, torch.ones(3, *y.shape), is_grads_batched=True)
+    with pytest.raises(UnsupportedTransformError, match="remote expert: expected gradients of one backward"):
+        torch.vmap(lambda grad: torch.autograd.grad(y, x, grad, retain_graph=True))(torch.ones(3, *y.shape))
     torch.autograd.grad(y, x, torch.ones_like(y))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_backward_under_vmap_that_is_the_same_for_all_is_one(expert, create_graph):
+    x = X.clone().requires_grad_()
+    y = expert(x)
+
+    def of_one(factor):
+        options = {"retain_graph": True, "create_graph": create_graph}
+        return factor * torch.autograd.grad(y, x, torch.ones_like(y), **options)[0]
+
+    found = torch.vmap(of_one)(torch.arange(3.0))
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    torch.testing.assert_close(found.detach(), torch.stack([0 * grad, grad, 2 * grad]))
 
 
 def test_a_sparse_gradient_is_taken_as_a_dense_one(expert):

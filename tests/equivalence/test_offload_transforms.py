@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,6 +54,28 @@ def test_what_does_not_see_the_weights_is_refused(expert: nn.Module, transform: 
     ):
         TRANSFORMS[transform](expert)
     assert expert(X).shape == (2, 4)  # and nothing is left of it
+
+
+@pytest.mark.parametrize("is_vmap", [True, False])
+def test_gradients_of_many_backwards_at_once_are_right_and_no_constants(is_vmap: bool) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with OffloadedExperts([copy.deepcopy(plain)], OPTIMIZERS["sgd"], max_resident_bytes=1000) as experts:
+
+        def gradients(expert: nn.Module) -> Tensor:
+            x = X.clone().requires_grad_()
+            y, many = expert(x), torch.arange(24.0).view(3, *X.shape)
+            if not is_vmap:
+                return torch.autograd.grad(y, x, many, is_grads_batched=True, create_graph=True)[0]
+
+            def of_one(grad: Tensor) -> Tensor:
+                return torch.autograd.grad(y, x, grad, retain_graph=True, create_graph=True)[0]
+
+            return torch.vmap(of_one)(many)
+
+        found = gradients(experts[0])
+        torch.testing.assert_close(found, gradients(plain))
+        with pytest.raises(RuntimeError, match="expected a gradient of first order"):
+            found.sum().backward()
 
 
 def test_a_level_of_forward_mode_without_tangents_is_fine(expert: nn.Module) -> None:

@@ -217,6 +217,29 @@ def test_a_backward_for_several_gradients_at_once() -> None:
     assert_same_program(program)
 
 
+TRANSFORMS = {
+    "vmap": lambda function, x: torch.vmap(function)(torch.stack([x, 2 * x])),
+    "linearize": lambda function, x: torch.func.linearize(function, x)[1](x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_backward_under_a_transform(transform: str) -> None:
+    """It sees only the gradient that comes last, which is of many backwards at once; others are of one."""
+
+    def program(apply: MapFunction) -> Any:
+        weight, xs = inputs_of(torch.float64)
+        results = apply(Product, *[(x, weight) for x in xs])
+        ones = [torch.ones_like(result) for result in results]
+
+        def function(grad: Tensor) -> Any:
+            return torch.autograd.grad([*results], weight, [grad, *ones[1:]], retain_graph=True)[0]
+
+        return TRANSFORMS[transform](function, ones[0])
+
+    assert_same_program(program, tolerance=1e-9)
+
+
 def functions_in_modules(func: type[Function], *calls: Any) -> Any:
     return parallel_apply([func.apply] * len(calls), calls)
 
