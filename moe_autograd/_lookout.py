@@ -43,11 +43,11 @@ class Lookout:
     tiny map a tenth of its time, so after a map that needed nobody the lookout stays half awake for `DOZE_S`, looks
     every `LONGEST_PAUSE_S`, and is not rung for. `IDLE_S` without crews, and it gives its thread back.
 
-    Nothing is allocated under the lock: that may collect garbage, and a finalizer that makes a map would wait for it.
+    The lock is taken again by a handler of a signal, or a finalizer, that makes a map while its thread has it.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._crews: list[Watched] = []
         self._wakes_at_s = 0.0
         self._dozes_until_s = 0.0
@@ -70,7 +70,9 @@ class Lookout:
                 begins = not self._is_standing
                 if begins:
                     self._is_standing = True
-                elif not self._has_rung and self._would_be_late_for(crew):
+                elif (
+                    self._would_be_late_for(crew) and not self._has_rung
+                ):  # asked last: a handler's map may ring
                     self._has_rung = True
                     self._bell.release()
             if begins:

@@ -128,8 +128,8 @@ class ExpertsServer:
         """Serve; return when it is ready.
 
         Raises:
-            RuntimeError: it serves already, this process is the fork of one where a server runs, or this thread is the
-                servers' event loop's.
+            RuntimeError: it serves already, this process is the fork of one where a server runs, this thread is the
+                servers' event loop's, or a handler of a signal has stopped it meanwhile.
             ConfigError, CheckpointError: see above.
         """
         if LoopThread.is_calling():
@@ -144,14 +144,22 @@ class ExpertsServer:
                     f"ExpertsServer: expected one start, got a second at {self.address}. `start()` is what `with` "
                     "calls."
                 )
-            self._loop_thread = LoopThread.acquire()
+            loop = self._loop_thread = LoopThread.acquire()
             try:
                 self._server = ExpertServer(self._experts, self._config)
-                self._loop_thread.run(self._server.start())
+                self._check_still_starts()
+                loop.run(self._server.start())
+                self._check_still_starts()
             except BaseException:
                 self.stop()  # Ctrl-C may come when it has just started
                 raise
         return self
+
+    def _check_still_starts(self) -> None:
+        if self._loop_thread is None:
+            raise RuntimeError(
+                "ExpertsServer: expected to start, got stop() meanwhile, from a handler of a signal."
+            )
 
     def stop(self) -> None:
         """Drain and stop; return when it has. In a forked child, or in a finalizer after `atexit`: nothing to do.
@@ -174,8 +182,10 @@ class ExpertsServer:
             if self._server is not None:
                 self._loop_thread.run(self._server.stop())
         finally:
-            self._loop_thread.release()
-            self._loop_thread = None
+            # A handler of a signal may have stopped it meanwhile, on this thread: then it is not to be let go of twice.
+            loop, self._loop_thread = self._loop_thread, None
+            if loop is not None:
+                loop.release()
 
     def __enter__(self) -> Self:
         return self.start()

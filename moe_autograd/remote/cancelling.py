@@ -16,7 +16,7 @@ class Cancellation:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal that makes calls takes it again
         self._cancels: set[Callable[[], object]] = set()
         self._bell = threading.Lock()
         self._bell.acquire()

@@ -86,7 +86,7 @@ class Placement:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal that makes calls takes it again
         self._addresses: tuple[str, ...] = ()
         self._replies: dict[str, dict[str, pb.ExpertInfo]] = {}
         self._layouts: dict[str, Sequence[pb.StateLayout]] = {}  # by address
@@ -126,10 +126,10 @@ class Placement:
         with self._lock:
             for known in (self._layouts, self._marks, self._rests):
                 for address in known.keys() - {*addresses}:
-                    del known[address]
-            for address in self._beside.keys() - {*addresses}:
-                if all(beside <= {address} for beside in self._beside[address].values()):
-                    del self._beside[address]
+                    known.pop(address, None)
+            for address, beside_of in [*self._beside.items()]:
+                if address not in addresses and all(beside <= {address} for beside in beside_of.values()):
+                    self._beside.pop(address, None)
             self._strangers &= {*addresses}
 
     def _note_replicas(self) -> None:

@@ -82,7 +82,7 @@ class RetryBudget:
 
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal that makes calls takes it again
         self._left = policy.budget
 
     def try_take(self) -> bool:

@@ -1,0 +1,160 @@
+"""A handler of a signal uses servers, connections and maps, wherever its thread was then."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experts_server import ExpertsServer
+from experts_server.serving import embedded
+from moe_autograd.remote import connect
+from moe_autograd.remote.cancelling import Cancellation
+from moe_autograd.remote.placement import Placement
+from moe_autograd.remote.retry import RetryBudget, RetryPolicy
+from tests.support.functions_waiting import PATIENCE_S
+from tests.support.servers import wait_until
+from tests.support.subprocesses import assert_prints
+
+
+@contextmanager
+def handling(handler: Callable[[], object]) -> Iterator[None]:
+    before = signal.signal(signal.SIGUSR1, lambda *_: handler())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+class Drains(nn.Linear):
+    """Its forward, under way while its server drains, sends a signal; it ends once that has been heard."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.server: ExpertsServer | None = None
+        self.has_begun, self.is_heard = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.server is not None
+        self.has_begun.set()
+        server = self.server
+        wait_until(lambda: server.state != "ready")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        assert self.is_heard.wait(PATIENCE_S)
+        return super().forward(x)
+
+
+def test_a_server_may_be_stopped_while_it_stops() -> None:
+    module, answers = Drains(), []
+    server = ExpertsServer({"e": module}, config={"drain_timeout_s": PATIENCE_S})
+    module.__dict__["server"] = server
+
+    def stop() -> None:
+        module.is_heard.set()
+        server.stop()
+
+    def call() -> None:
+        with torch.no_grad(), connect(server.address) as experts:
+            answers.append(experts["e"](torch.ones(1, 4)))
+
+    with handling(stop):
+        with server:
+            thread = threading.Thread(target=call)
+            thread.start()
+            assert module.has_begun.wait(PATIENCE_S)
+        thread.join(PATIENCE_S)
+    assert server.state == "stopped"
+    assert len(answers) == 1
+
+
+def test_a_server_that_is_stopped_while_it_starts_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(*args: Any) -> Any:
+        own = make(*args)
+        signal.raise_signal(signal.SIGUSR1)
+        return own
+
+    make = embedded.ExpertServer
+    server = ExpertsServer({"e": nn.Linear(4, 4)})
+    with ExpertsServer({"e": nn.Linear(4, 4)}) as other, handling(server.stop):
+        monkeypatch.setattr(embedded, "ExpertServer", made)
+        with pytest.raises(RuntimeError, match="got stop"):
+            server.start()
+        with torch.no_grad(), connect(other.address) as experts:
+            assert experts["e"](torch.ones(1, 4)).shape == (1, 4)
+
+
+def test_what_is_stopped_while_it_lets_go_of_the_loop_leaves_that_to_other_servers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def released(self: Any) -> None:
+        release(self)
+        signal.raise_signal(signal.SIGUSR1)
+
+    release = embedded.LoopThread.release
+    with ExpertsServer({"e": nn.Linear(4, 4)}) as other:
+        server = ExpertsServer({"e": nn.Linear(4, 4)}).start()
+        with handling(server.stop), monkeypatch.context() as patched:
+            patched.setattr(embedded.LoopThread, "release", released)
+            server.stop()
+        with torch.no_grad(), connect(other.address) as experts:
+            assert experts["e"](torch.ones(1, 4)).shape == (1, 4)
+
+
+USES: dict[str, Callable[[], tuple[Any, Callable[[], object]]]] = {
+    "cancelling": lambda: (own := Cancellation(), lambda: own.add(print)),
+    "retries": lambda: (own := RetryBudget(RetryPolicy()), own.note_success),
+    "placement": lambda: (own := Placement(0), lambda: own.hosts_of("e")),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_handler_uses_what_its_thread_was_about_to_change(name: str) -> None:
+    own, use = USES[name]()
+
+    def be_interrupted() -> None:
+        with own._lock:
+            use()
+
+    thread = threading.Thread(target=be_interrupted, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def test_a_handler_makes_a_map_while_its_thread_begins_one() -> None:
+    assert_prints(
+        """
+        import signal, threading, torch
+        from moe_autograd import parallel_apply
+        from moe_autograd._lookout import lookout
+
+        alone = threading.Barrier(1)
+        def meet(x):
+            alone.wait()  # so that it is made by threads
+            return 2 * x
+        def run():
+            x = torch.ones(2, requires_grad=True)
+            sum(parallel_apply([meet] * 2, [x] * 2)).sum().backward()
+            return x.grad.tolist()
+        print(run())
+
+        class Crews(list):
+            def append(self, crew):
+                super().append(crew)
+                if handled:
+                    return
+                handled.append(None)
+                signal.raise_signal(signal.SIGUSR1)
+        handled = []
+        signal.signal(signal.SIGUSR1, lambda *_: print(run()))
+        lookout._crews = Crews(lookout._crews)
+        print(run())
+        """,
+        "[4.0, 4.0] " * 3,
+    )
