@@ -5,6 +5,7 @@ It could leave a lock taken for good, parts held for good, and weights that are 
 
 from __future__ import annotations
 
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,3 +59,34 @@ def test_a_step_after_ctrl_c_is_the_same(
             num_points += 1
             torch.testing.assert_close(step(), expected, msg=lambda text, at=point: f"{at}: {text}")
         assert num_points > 200
+
+
+def test_a_step_in_which_a_handler_of_ctrl_c_copies_weights_is_the_same(tmp_path: Path) -> None:
+    modules = [nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(NUM_EXPERTS)]
+    size = sum(4 * p.numel() for p in modules[0].parameters())
+    tokens, num_points = torch.randn(6, D), 0
+    with OffloadedExperts(modules, sgd, max_resident_bytes=int(3.5 * size), store=tmp_path) as experts:
+        weights = [experts.state_dict(index) for index in range(NUM_EXPERTS)]
+
+        def copy(*_: object) -> None:
+            copies.append([experts.state_dict(index) for index in range(NUM_EXPERTS)])
+
+        def step() -> None:
+            experts.zero_grad()
+            sum(one_by_one(experts, tokens)).square().sum().backward()
+            gradients.append([experts.gradients(index) for index in range(NUM_EXPERTS)])
+
+        gradients: list[Any] = []
+        copies: list[Any] = []
+        step()
+        before = signal.signal(signal.SIGINT, copy)
+        try:
+            for point in interrupted_everywhere(step, every=53):
+                num_points += 1
+                at = f"{point}: {{}}".format
+                torch.testing.assert_close(copies.pop(), weights, msg=at)
+                torch.testing.assert_close(gradients.pop(), gradients[0], msg=at)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert num_points > 50
+        assert not copies

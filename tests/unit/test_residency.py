@@ -365,3 +365,13 @@ def test_all_wait_when_whoever_holds_something_waits_as_often_as_it_holds() -> N
         assert not holders.all_wait(7), "the other may let go"
         holders.end()
     assert not holders.all_wait(7)
+
+
+def test_a_wait_within_another_ends_alone() -> None:
+    holders = Holders()
+    holders.begin()
+    with holders.waiting(7):
+        with holders.waiting(8):
+            assert holders.all_wait(8)
+        assert holders.all_wait(7)
+    assert not holders.all_wait(7)

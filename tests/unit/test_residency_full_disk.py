@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from moe_autograd._waiting import wait
 from moe_autograd.autograd.offload.residency import Residency
 from tests.support.stores import WatchedStore, part_of, put_all_out
 
@@ -89,12 +88,13 @@ def test_of_a_write_that_began_before_anybody_waited_nobody_is_told(
     request.addfinalizer(store.gate.set)  # before that
     a, b = part_of(residency, "a", 200), part_of(residency, "bb", 200)
 
-    def wait_as_it_gets_room(block: Callable[[float], bool]) -> bool:
-        store.gate.set()
-        return wait(block)
+    wait = residency._lock.wait_awhile
 
-    for name in ("transfers", "residency"):
-        monkeypatch.setattr(f"moe_autograd.autograd.offload.{name}.wait", wait_as_it_gets_room)
+    def wait_as_it_gets_room() -> None:
+        store.gate.set()
+        wait()
+
+    monkeypatch.setattr(residency._lock, "wait_awhile", wait_as_it_gets_room)
     with residency.hold([a]):
         store.failing = "write"
         store.gate.clear()
@@ -116,18 +116,18 @@ def test_who_waits_for_a_write_that_fails_is_told_if_all_is_closed_meanwhile(
     store = FailingOnce()
     residency = Residency(300, store, CPU)
     request.addfinalizer(store.gate.set)
-    a, waits = part_of(residency, "a", 200), threading.Event()
+    a, waits, wait = part_of(residency, "a", 200), threading.Event(), residency._lock.wait_awhile
     part_of(residency, "bb", 200)
 
-    def wait_and_say_so(block: Callable[[float], bool]) -> bool:
+    def wait_and_say_so() -> None:
         waits.set()
-        return wait(block)
+        wait()
 
     def close_with_open_gate() -> None:
         store.gate.set()
         close()
 
-    monkeypatch.setattr("moe_autograd.autograd.offload.transfers.wait", wait_and_say_so)
+    monkeypatch.setattr(residency._lock, "wait_awhile", wait_and_say_so)
     close = residency._transfers.close
     monkeypatch.setattr(residency._transfers, "close", close_with_open_gate)
     with residency.hold([a]):

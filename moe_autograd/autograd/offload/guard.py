@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 
-from moe_autograd._interrupts import uninterrupted
+from moe_autograd._interrupts import let_through, uninterrupted
+from moe_autograd._waiting import LOOK_UP_S
 
 
 class Guard:
@@ -64,6 +65,26 @@ class Guard:
             return self._condition.wait(timeout_s) or self.num_news != num_news
         finally:
             self._section = section  # others have had the lock
+
+    def wait_awhile(self) -> None:
+        """Wait for news; on the main thread, which runs the handlers of signals, not for long (`_waiting`).
+
+        So whoever waits looks again whether he still has to, and calls `let_through` before that.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        self.wait(LOOK_UP_S if is_main else threading.TIMEOUT_MAX)
+
+    def let_through(self) -> None:
+        """Run the handler of Ctrl-C now, if it waits, the lock released meanwhile: it may want what that guards."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        section = self._section
+        self._condition.release()
+        try:
+            let_through()
+        finally:
+            self._condition.acquire()
+            self._section = section
 
     def notify_all(self) -> None:
         """Tell all who wait that there are news."""

@@ -32,13 +32,20 @@ class Holders:
 
     @contextmanager
     def waiting(self, num_news: int) -> Iterator[None]:
-        """Inside, the current thread waits for room: with so many news there was none."""
+        """Inside, the current thread waits for room: with so many news there was none.
+
+        Waits may be nested: in the midst of one the handler of a signal may wait.
+        """
         me = threading.get_ident()
+        before = self._waiting.get(me)
         self._waiting[me] = num_news
         try:
             yield
         finally:
-            del self._waiting[me]
+            if before is None:
+                del self._waiting[me]
+            else:
+                self._waiting[me] = before
 
     def all_wait(self, num_news: int) -> bool:
         """Whether there are threads that hold something, and each of them waits: none will let go.

@@ -27,7 +27,8 @@ Rules:
 
 State (`_lock` guards all of it, and the fields of all parts): `_resident`, `_transfers`, `_holders`, `_passing`,
 `_known_bytes`, `_is_closed`. Reading and writing happen with the lock released, on parts that are marked so. Ctrl-C
-waits while somebody has the lock, and while he takes parts or lets go of them (`_interrupts`).
+waits while somebody has the lock, and while he takes parts or lets go of them (`_interrupts`). Its handler may hold
+parts: it runs when no part is marked by its own thread, and no lock held.
 
 Which parts are in memory and who leaves first is in `parts`, which go with a graph in `passing`, what is read and
 written in `transfers`, in which order in `to_write`, who waits for whom in `holders`, the threads in `background`.
@@ -35,14 +36,15 @@ written in `transfers`, in which order in `to_write`, who waits for whom in `hol
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
 from moe_autograd._interrupts import uninterrupted, unwindable
-from moe_autograd._waiting import wait
 from moe_autograd.autograd.offload.apart_streams import on_stream
 from moe_autograd.autograd.offload.background import Apart, begun_threads
 from moe_autograd.autograd.offload.checks import check_fits
@@ -133,8 +135,10 @@ class Residency:
             RuntimeError: all who hold something, this thread among them, wait for room.
             OSError: the store failed.
         """
+        only_raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         with uninterrupted() as section:
-            self._acquire(parts, section)
+            # another handler may want what is being read, which its own thread would never have read
+            self._acquire(parts, section.opened if only_raises else nullcontext)
             try:
                 with section.opened():
                     yield
@@ -196,7 +200,8 @@ class Residency:
         with self._lock:
             self._transfers.withdraw(part)
             while part.is_busy:
-                wait(self._lock.wait)
+                self._lock.wait_awhile()
+                self._lock.let_through()
             self._put_away(part)
 
     def forget(self, part: Part) -> None:
@@ -292,7 +297,9 @@ class Residency:
         self._transfers.close()
         self._apart.close()
 
-    def _acquire(self, parts: Sequence[Part], section: uninterrupted) -> None:
+    def _acquire(
+        self, parts: Sequence[Part], while_reading: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self.check_fits(parts)
         self._check_is_open()
         with self._lock:
@@ -303,12 +310,13 @@ class Residency:
                 self._transfers.raise_error(since)
                 with self._holders.waiting(self._lock.num_news):
                     self._check_for_deadlock(parts)
-                    wait(self._lock.wait)
+                    self._lock.wait_awhile()
+                self._lock.let_through()
             self._holders.begin()
             missing = [part for part in parts if part.is_reading]
         try:
             while missing:
-                with section.opened():
+                with while_reading():
                     self._transfers.read(missing[-1])
                 missing.pop()
         except BaseException:

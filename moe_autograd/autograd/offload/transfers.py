@@ -13,7 +13,6 @@ from concurrent.futures import Executor
 
 import torch
 
-from moe_autograd._waiting import wait
 from moe_autograd.autograd.offload.background import Mover
 from moe_autograd.autograd.offload.guard import Guard
 from moe_autograd.autograd.offload.parts import Part, Resident
@@ -167,7 +166,8 @@ class Transfers:
         since = self.num_tries
         begun_before = [part for part in self._resident if part.is_writing]
         while any(part.is_writing for part in begun_before):  # one that fails is changed again then
-            wait(self._lock.wait)
+            self._lock.wait_awhile()
+            self._lock.let_through()
         for part in self._resident:
             if not part.is_reading and part.notice():
                 self.to_write.add_though_held(part)
@@ -175,7 +175,8 @@ class Transfers:
         while self._failed_try <= since and (self.to_write.has_some_though_held or self.is_any_busy):
             if self._is_closed and not self._writer.is_moving:  # nobody will write the rest
                 raise closed()
-            wait(self._lock.wait)
+            self._lock.wait_awhile()
+            self._lock.let_through()
         self.raise_error(since)
 
     def _next_to_write(self) -> Part | None:
