@@ -188,3 +188,32 @@ def test_a_handler_that_wants_more_than_fits_beside_what_its_thread_holds_is_tol
         "OffloadedExperts: expected 200 more bytes",
         limit_s=60.0,
     )
+
+
+def test_another_signal_s_handler_that_comes_as_its_thread_has_the_lock_is_told() -> None:
+    assert_prints(
+        PREAMBLE
+        + """
+    a = part_of(residency, "a")
+    told = []
+
+    def handle(*_):
+        try:
+            hold(a)
+        except RuntimeError as error:
+            told.append(str(error))
+        residency.lose_passing(lost.pop())  # waits for nobody
+
+    signal.signal(signal.SIGTERM, handle)
+    lost = [residency.add_passing(a.layout) for _ in range(2)]
+    with residency._lock:
+        signal.raise_signal(signal.SIGTERM)
+        residency._lock.wait(0.0)
+        signal.raise_signal(signal.SIGTERM)
+    print(*[text.split(" that uses")[0] for text in told])
+    hold(a)
+    residency.close()
+    """,
+        2 * "OffloadedExperts: expected a signal's handler, or a finalizer, " + "held a",
+        limit_s=60.0,
+    )

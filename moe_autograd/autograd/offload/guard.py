@@ -10,19 +10,23 @@ from moe_autograd._waiting import LOOK_UP_S
 
 
 class Guard:
-    """A lock, and whoever waits for news of what it guards. Not reentrant.
+    """A lock, and whoever waits for news of what it guards. Not reentrant: its own thread is told.
 
     Attributes:
         num_news: how often there were any.
 
     Raises:
         RuntimeError: it is entered in a fork, which has none of the threads, and would write over its parent's files.
-            Nobody waits there: who had the lock at the fork does not let go of it.
+            Nobody waits there: who had the lock at the fork does not let go of it. Or its own thread has it: Ctrl-C
+            waits meanwhile, handlers of other signals do not, nor do finalizers.
     """
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._condition = threading.Condition(threading.Lock())
+        self._condition = threading.Condition(
+            threading.RLock()
+        )  # whose own thread is not to wait, but to be told
+        self._is_entered = False
         self._section = uninterrupted()  # of who has it
         self.num_news = 0
 
@@ -37,34 +41,43 @@ class Guard:
                 f"OffloadedExperts: expected process {self._process}, which built them, got {os.getpid()}, its fork. "
                 "Build them in the fork."
             )
-        section = uninterrupted()
-        section.__enter__()
-        self._condition.acquire()
-        self._section = section
+        if not self._enter(blocking=True):
+            raise RuntimeError(
+                "OffloadedExperts: expected a signal's handler, or a finalizer, that uses experts to come when its own "
+                "thread is not just taking parts of them or letting go of some. Let it set a flag, and look at that "
+                "between steps."
+            )
 
     def __exit__(self, *exc_info: object) -> None:
         section = self._section
+        self._is_entered = False
         self._condition.release()
         section.__exit__()
 
     def enter_if_free(self) -> bool:
         """Enter it, and return whether that could be done at once; to be left by `__exit__`."""
+        return self._enter(blocking=False)
+
+    def _enter(self, *, blocking: bool) -> bool:
         section = uninterrupted()
         section.__enter__()
-        if self._condition.acquire(blocking=False):
-            self._section = section
-            return True
+        if self._condition.acquire(blocking):
+            if not self._is_entered:
+                self._section, self._is_entered = section, True
+                return True
+            self._condition.release()  # its own thread has it
         section.__exit__()
         return False
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for news, the lock released meanwhile; return whether there are any."""
         section, num_news = self._section, self.num_news
+        self._is_entered = False
         try:
             # there may be some between a wait that is over in vain and the lock
             return self._condition.wait(timeout_s) or self.num_news != num_news
         finally:
-            self._section = section  # others have had the lock
+            self._section, self._is_entered = section, True  # others have had the lock
 
     def wait_awhile(self) -> None:
         """Wait for news; on the main thread, which runs the handlers of signals, not for long (`_waiting`).
@@ -79,12 +92,13 @@ class Guard:
         if threading.current_thread() is not threading.main_thread():
             return
         section = self._section
+        self._is_entered = False
         self._condition.release()
         try:
             let_through()
         finally:
             self._condition.acquire()
-            self._section = section
+            self._section, self._is_entered = section, True
 
     def notify_all(self) -> None:
         """Tell all who wait that there are news."""

@@ -135,7 +135,7 @@ class Residency:
             RuntimeError: all who hold something, this thread among them, wait for room.
             OSError: the store failed.
         """
-        only_raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        only_raises = _has_absent(parts) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         with uninterrupted() as section:
             # another handler may want what is being read, which its own thread would never have read
             self._acquire(parts, section.opened if only_raises else nullcontext)
@@ -367,3 +367,8 @@ class Residency:
             self._transfers.start_reading()
             self._lock.notify_all()
         self.freed(0)
+
+
+def _has_absent(parts: Sequence[Part]) -> bool:
+    """Whether some are to be read; without the lock, so one may leave just now. To ask for the handler is slow."""
+    return any(part.buffer is None for part in parts)
