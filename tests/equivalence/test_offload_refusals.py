@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import CheckpointError
-from tests.support.offloading import OPTIMIZERS
+from tests.support.offloading import OPTIMIZERS, Make
 
 sgd = OPTIMIZERS["sgd"]
 WITH_HISTORY = torch.ones(4, requires_grad=True) * 2
@@ -71,6 +71,24 @@ def test_a_weight_that_is_not_the_experts_own_is_refused(
         assert experts[0](torch.ones(2, 4)).shape == (2, 4)
 
 
+@pytest.mark.parametrize("num_microbatches", [None, 2])
+@pytest.mark.parametrize("optimizer", [sgd, None], ids=["frozen", "never trained"])
+def test_so_it_is_by_an_expert_that_is_not_trained_where_no_input_requires_a_gradient(
+    optimizer: Make | None, num_microbatches: int | None
+) -> None:
+    hidden = nn.Linear(4, 4)
+    options: Any = {"max_resident_bytes": 10_000, "num_microbatches": num_microbatches}
+    expert = OffloadedExperts([Hidden(hidden)], optimizer, **options)[0]
+    if optimizer is not None:
+        expert.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"expert-00000: expected .* inputs and its own weights, got a te"):
+        expert(torch.ones(2, 4))
+    with torch.no_grad():
+        assert expert(torch.ones(2, 4)).shape == (2, 4)
+    hidden.requires_grad_(False)
+    assert not expert(torch.ones(2, 4)).requires_grad
+
+
 def test_what_another_computes_with_is_fine_where_it_needs_no_gradient() -> None:
     experts = offloaded(Hidden(nn.Linear(4, 4).requires_grad_(False)))
     experts[0](torch.ones(2, 4)).sum().backward()
@@ -100,6 +118,8 @@ def test_a_call_that_makes_a_leaf_of_an_input_is_told_to_take_the_input() -> Non
         for module in (plain, experts[0]):
             module(x).square().sum().backward()
         torch.testing.assert_close(experts.gradients(0)["weight"], plain.weight.grad)
+    never_trained = OffloadedExperts([copy.deepcopy(taken)], max_resident_bytes=10_000)
+    torch.testing.assert_close(never_trained[0](torch.ones(2, 4)), plain(torch.ones(2, 4)).detach())
 
 
 def test_a_weight_that_was_frozen_and_is_trained_later_is_told_before_anything_is_computed() -> None:

@@ -148,7 +148,16 @@ class OffloadedCall:
         pieces = []
         for rows in self._microbatches.rows:
             with self._held.residency.hold([self._held.weights]):
-                pieces.append(self._own(call(self._microbatches.cut(tensors, rows))))
+                cut = self._microbatches.cut(tensors, rows)
+                made = call(cut)
+                if torch.is_grad_enabled():  # nobody asks for a gradient
+                    leaves = [leaf for leaf in tree_flatten(made)[0] if isinstance(leaf, Tensor)]
+                    own = [
+                        *cut,
+                        *self._held.parameters.values(),
+                    ]  # the call may have made leaves of the inputs
+                    check_reached(self._held.name, _edges(leaves), _edges(own))
+                pieces.append(self._own(made))
         result = tree_flatten(joined(pieces))
         return result, [leaf for leaf in result[0] if isinstance(leaf, Tensor)]
 
