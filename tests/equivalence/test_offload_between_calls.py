@@ -65,6 +65,31 @@ def test_when_all_are_frozen_nothing_requires_a_gradient_and_no_step_updates() -
     assert_same_weights(experts, plain)
 
 
+class Gradual(nn.Linear):
+    num_calls = 0  # its first two are with frozen weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.requires_grad_(self.num_calls > 2)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+@pytest.mark.parametrize("wants_input_grad", [False, True])
+def test_an_expert_may_freeze_and_thaw_in_its_forward(wants_input_grad: bool, update: str) -> None:
+    experts, plain = both(lambda: Gradual(8, 8), num=2, optimizer=sgd, update=update)
+    optimizers = [sgd(module.parameters()) for module in plain]
+    for _ in range(4):
+        leaves = [X.clone().requires_grad_(wants_input_grad) for _ in range(2)]
+        losses = [loss_of(*each) for each in zip((experts, plain), leaves, strict=True)]
+        assert losses[0].requires_grad == losses[1].requires_grad
+        if losses[0].requires_grad:
+            sum(losses).backward()
+        torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
+        step(experts, optimizers)
+        assert_same_weights(experts, plain)
+
+
 @pytest.mark.parametrize("num_microbatches", [None, 2])
 def test_a_backward_asks_as_well_whether_an_expert_is_frozen(num_microbatches: int | None) -> None:
     experts, plain = both(ffn, optimizer=sgd, num_microbatches=num_microbatches)

@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from moe_autograd._interrupts import unwinding
+from moe_autograd.autograd.anchors import stand_for_weights
 from moe_autograd.autograd.computed_from import uses_of
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.escaped import refuse_escaped
@@ -91,6 +92,7 @@ class OffloadedCall:
         self._microbatches = Microbatches(0, 1)
         self._result: tuple[list[Any], TreeSpec] = ([], tree_flatten(None)[1])
         self._uses: dict[int, set[int]] = {}  # of the results: which of them were computed from which others
+        self.is_trained = False  # once the forward is over: whether weights require gradients
         self._is_in_backward = torch._C._current_graph_task_id() != -1
 
     @unwinding
@@ -100,7 +102,7 @@ class OffloadedCall:
         Args:
             args: as for the expert; gradients flow to tensors, also to those in tuples, lists and dicts.
             kwargs: as for the expert.
-            anchor: a tensor that requires a gradient, if the expert's weights do.
+            anchor: stands for the expert's weights, or for those that the call thaws; `None` if nobody trains it.
 
         Returns:
             What the expert returns.
@@ -119,8 +121,10 @@ class OffloadedCall:
             with self.shown("forward"):
                 if torch.is_grad_enabled() and (anchor is not None or any(t.requires_grad for t in tensors)):
                     # of its own, and no leaf: of leaves the engine does not tell who wants them
-                    anchor = None if anchor is None else anchor.view_as(anchor)
-                    tied = _Node.apply(self, call, anchor, *tensors)  # type: ignore[no-untyped-call]
+                    view = None if anchor is None else anchor.view_as(anchor)
+                    tied = _Node.apply(self, call, view, *tensors)  # type: ignore[no-untyped-call]
+                    if anchor is not None and self.is_trained:
+                        stand_for_weights(anchor)
                     tie_uses(self._held.name, tied, self._uses)
                 else:
                     self._result, tied = self._without_graph(call, tensors)
@@ -152,10 +156,7 @@ class OffloadedCall:
                 made = call(cut)
                 if torch.is_grad_enabled():  # nobody asks for a gradient
                     leaves = [leaf for leaf in tree_flatten(made)[0] if isinstance(leaf, Tensor)]
-                    own = [
-                        *cut,
-                        *self._held.parameters.values(),
-                    ]  # the call may have made leaves of the inputs
+                    own = [*cut, *self._held.parameters.values()]  # it may have made leaves of the inputs
                     check_reached(self._held.name, _edges(leaves), _edges(own))
                 pieces.append(self._own(made))
         result = tree_flatten(joined(pieces))
@@ -184,6 +185,7 @@ class OffloadedCall:
                 piece = _Piece(_edges(inputs), _edges(outputs), self._held.weight_edges(), moved, rows)
                 check_reached(self._held.name, piece.outputs, [*piece.inputs, *piece.weights.values()])
                 pieces.append(piece)
+                self.is_trained = self.is_trained or bool(piece.weights)
                 self._note_uses(piece)
                 results.append(self._own(result, inputs))
             del inputs, result, outputs
@@ -323,7 +325,7 @@ class _Node(Function):
         keep_graph = keeps_graph()
         ctx.is_spent = not keep_graph
         anchor = ctx.next_functions[0][0]
-        for_weights = ctx.has_anchor and (
+        for_weights = (ctx.has_anchor and ctx.call.is_trained) and (
             torch._C._will_engine_execute_node(anchor) or is_wanted_later(anchor)
         )
         with ctx.call.shown("backward"), ctx.call.drawing():

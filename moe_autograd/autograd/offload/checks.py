@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from moe_autograd._ambient import is_recorded, refuse_transforms
+from moe_autograd.autograd.anchors import stands_for_none
 from moe_autograd.autograd.in_objects import tensors_in_objects
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.offload.parts import Part
@@ -277,8 +278,8 @@ def check_reached(
     """
     known = {edge.node for edge in own if edge}
     for node, _ in walk([edge[:2] for edge in outputs if edge], known):
-        if type(node) is ACCUMULATE_GRAD:
-            leaf: Tensor = node.variable  # type: ignore[attr-defined]
+        leaf: Tensor | None = node.variable if type(node) is ACCUMULATE_GRAD else None  # type: ignore[attr-defined]
+        if leaf is not None and not stands_for_none(leaf):
             raise RuntimeError(
                 f"{name}: expected a call to compute with its inputs and its own weights, got a tensor of shape "
                 f"{tuple(leaf.shape)} that requires a gradient and would get none. Pass it as an argument, register it "

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from moe_autograd._interrupts import unwinding
 from moe_autograd._random import running, take_places
-from moe_autograd.autograd.anchors import new_anchor
+from moe_autograd.autograd.anchors import anchor_of_call, new_anchor
 from moe_autograd.autograd.hooks import before_backward
 from moe_autograd.autograd.offload.call import OffloadedCall
 from moe_autograd.autograd.offload.checks import (
@@ -230,7 +230,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
                     expert._recompute,
                     drawing_of(indices[i]),
                 )
-                anchor = self._anchor if expert.is_trained else None
+                anchor = anchor_of_call(self._anchor, expert.is_trained)
                 results.append(call.apply(inputs[i], kwargs[i], anchor))
         finally:
             running.index = own_index
