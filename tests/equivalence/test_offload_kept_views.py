@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,6 +149,58 @@ def test_what_an_absent_expert_keeps_reads_as_nan_and_is_what_it_was_in_the_next
         assert kept.isnan().all()
         assert torch.equal(experts[0](X), plain[0](X))
         assert torch.equal(kept, plain[0].columns)
+
+
+LEAD_TO_THEMSELVES = """
+import os, sys
+import torch
+from torch import nn
+from moe_autograd.autograd.offload import OffloadedExperts
+
+class Subclass(OffloadedExperts):
+    pass
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own, self.known = nn.Linear(8, 8), []
+        self.kept = [self.own.weight[:4]]
+
+    def forward(self, x):
+        return self.own(x) + self.kept[0].sum()
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+WAYS = {
+    "all": lambda module, experts: module.known.append(experts),
+    "one": lambda module, experts: module.known.append({1: experts[0]}),
+    "a method": lambda module, experts: module.known.append(experts.step),
+    "a part": lambda module, experts: setattr(module, "beside", experts[0]),
+}
+torch.manual_seed(0)
+x = torch.ones(2, 8)
+for way, know in WAYS.items():
+    plain, modules = ([Expert() for _ in range(4)] for _ in range(2))
+    for ours, theirs in zip(plain, modules):
+        theirs.own.load_state_dict(ours.own.state_dict())
+    store = sys.argv[1] if sys.argv[1] == "ram" else os.path.join(sys.argv[1], way)
+    experts = Subclass(modules, sgd, max_resident_bytes=2 * 9 * 8 * 4 + 50, store=store)
+    for module in modules:
+        know(module, experts)
+    for i in (0, 1, 2, 0, 3, 1):
+        experts[i](x).sum().backward()
+    experts.zero_grad()
+    for i in range(4):
+        assert torch.equal(experts.state_dict(i)["own.weight"], plain[i].own.weight), (way, i)
+        torch.testing.assert_close(experts[i](x), plain[i](x))
+"""
+
+
+def test_experts_from_which_all_of_them_can_be_reached_keep_their_weights(store: str | Path) -> None:
+    command = [sys.executable, "-c", LEAD_TO_THEMSELVES, str(store)]  # it had crashed
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 class Remembers(nn.Module):

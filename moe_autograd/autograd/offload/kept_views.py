@@ -18,6 +18,7 @@ from moe_autograd.autograd.in_objects import HOLDS_NOTHING
 from moe_autograd.autograd.offload.flat import Place, lies_in
 
 _NOT_LOOKED_INTO = (*HOLDS_NOTHING, Node)
+_OFFLOADING = __name__.rpartition(".")[0]
 _MOST_LOOKED_INTO = 4096  # objects, of each part of the module; they may lead to a whole program
 
 
@@ -36,7 +37,7 @@ class KeptViews:
 
     def take_out(self, flat: Tensor) -> list[Tensor]:
         """Remember the places of those in a buffer, and return them."""
-        found = [tensor for tensor in self._kept() if lies_in(tensor, flat)]
+        found = [tensor for tensor in self._kept() if tensor is not flat and lies_in(tensor, flat)]
         self._absent += [(tensor, Place.of(tensor, flat)) for tensor in found]
         return found
 
@@ -68,6 +69,7 @@ class KeptViews:
                         not gc.is_tracked(held)
                         or id(held) in seen
                         or issubclass(type(held), _NOT_LOOKED_INTO)
+                        or _is_of_offloading(type(held))
                     ):
                         continue
                     seen.add(id(held))
@@ -81,6 +83,12 @@ def _held_by(holder: object) -> list[Any]:
     if type(holder) is types.FunctionType:  # without the names of its file
         return gc.get_referents(holder.__closure__, holder.__defaults__, holder.__kwdefaults__)
     return gc.get_referents(holder)
+
+
+def _is_of_offloading(kind: type) -> bool:
+    """Whether a class is of this room, or derived from one that is: its objects lead to the buffers themselves."""
+    modules = [one.__dict__.get("__module__") for one in kind.__mro__]
+    return any(isinstance(module, str) and module.startswith(_OFFLOADING) for module in modules)
 
 
 def is_run_of_bytes(tensor: Tensor) -> bool:
