@@ -62,10 +62,14 @@ def _no_call_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def per_sample_grads(
-    apply: Apply, backward: Callable[[Tensor, Tensor], Any], *, is_nested: bool = False
+    apply: Apply,
+    backward: Callable[[Tensor, Tensor], Any],
+    *,
+    make: Callable[..., Ensemble] = Ensemble,
+    **options: Any,
 ) -> dict[str, Any]:
     """Return the gradients of each sample, those of the weights, and what the backward returns."""
-    model = Ensemble(apply, is_nested=is_nested)
+    model = make(apply, **options)
     x = torch.randn(NUM_SAMPLES, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
     outputs = call_for_per_sample_grads(model, batch_size=NUM_SAMPLES)(x)
     returned = backward(outputs.square().sum(), x)
@@ -144,20 +148,38 @@ def test_calls_with_such_weights_are_made_one_after_the_other(is_per_sample: boo
     assert meeting.broken is is_per_sample
 
 
+def checkpointed(modules: Any, inputs: Any) -> Sequence[Any]:
+    return [
+        checkpoint(module, *own, use_reentrant=False) for module, own in zip(modules, inputs, strict=True)
+    ]
+
+
+def recomputed(modules: Any, inputs: Any) -> Sequence[Any]:
+    return parallel_apply(modules, inputs, recompute=True)
+
+
 def test_running_forwards_again_raises_as_a_checkpoint_does() -> None:
     """Where they run again, the weights are those of the module."""
-
-    def checkpointed(modules: Any, inputs: Any) -> Sequence[Any]:
-        return [
-            checkpoint(module, *own, use_reentrant=False) for module, own in zip(modules, inputs, strict=True)
-        ]
-
-    def recomputed(modules: Any, inputs: Any) -> Sequence[Any]:
-        return parallel_apply(modules, inputs, recompute=True)
 
     for apply in (checkpointed, recomputed):
         with pytest.raises(CheckpointError, match="different metadata"):
             per_sample_grads(apply, of_all)
+
+
+class Square(Ensemble):
+    """Saves tensors of the same shapes in both runs."""
+
+    def __init__(self, apply: Apply) -> None:
+        super().__init__(apply)
+        layers = [[nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)] for _ in self.experts]
+        self.experts = nn.ModuleList([nn.Sequential(*each) for each in layers])
+
+
+def test_where_that_does_not_see_it_gradients_are_those_of_a_checkpoint_and_not_of_a_loop() -> None:
+    found = [per_sample_grads(apply, of_all, make=Square) for apply in (checkpointed, recomputed, in_loop)]
+    torch.testing.assert_close(found[0], found[1])
+    first = [grads["samples"]["experts.0.0.weight"] for grads in found]
+    assert not torch.allclose(first[1], first[2])
 
 
 def test_a_gradient_that_flows_to_such_a_weight_after_all_is_not_lost() -> None:
