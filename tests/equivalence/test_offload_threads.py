@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,3 +155,22 @@ def test_who_leaves_another_size_is_told_though_others_still_run(
         y, x = other.finish()
     assert gradient(y, x).eq(1).all()
     assert experts[0](x).eq(2).all()
+
+
+def test_a_checkpoint_is_refused_while_what_calls_have_put_in_the_place_of_a_buffer_waits(
+    tmp_path: Path,
+) -> None:
+    module = Doubling()
+    with OffloadedExperts([module], max_resident_bytes=1000, store=tmp_path) as experts:
+        with Meanwhile(module, experts[0]):
+            saved = experts.checkpoint()  # nothing waits
+            experts[0](torch.ones(8))
+            with pytest.raises(RuntimeError, match=r"expert-00000: expected checkpoint.* got one that runs"):
+                experts.checkpoint()
+            assert saved.exists()
+        experts.checkpoint()
+        before = experts.state_dict(0)
+        experts[0](torch.ones(8))
+        experts.restore()
+        torch.testing.assert_close(experts.state_dict(0), before)
+        assert before["scale"].eq(2).all()

@@ -334,7 +334,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             TypeError: the note holds something else, such as a tensor.
             ValueError: an expert's state, for which a `step` that raised found no room, exceeds the limit.
             OSError: the store failed, or the folder. Nothing is saved.
-            RuntimeError: the experts are closed, or this process is a fork.
+            RuntimeError: the experts are closed, or this process is a fork; or new buffers wait for a call to end.
         """
         return self._shared.checkpoint(note)
 

@@ -140,6 +140,14 @@ class HeldModule:
                     self._is_changed = False
                     self._keep_changes(tensors)
 
+    def check_settled(self) -> None:
+        """Raise `RuntimeError` if the part lacks what calls have put in the place of buffers: it waits for others."""
+        if self._num_inside and self._is_changed:
+            raise RuntimeError(
+                f"{self.name}: expected checkpoint() where no forward or backward runs, got one that runs, while "
+                "buffers that others have replaced wait for its end. Call it then."
+            )
+
     def owned(self, tensor: Tensor) -> Tensor:
         """Return a tensor without history; a copy, if it is borrowed. Until then nobody puts another in its place."""
         with self._keeping_changes:

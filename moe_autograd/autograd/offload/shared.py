@@ -68,6 +68,8 @@ class SharedResidency:
         check_note(note)
         folder, store = self._need_folder()
         for held in self.held:
+            held.check_settled()
+        for held in self.held:
             held.forget_cleared_state()
             held.make_room_for_state()
         self.residency.flush()
