@@ -23,9 +23,8 @@ class Guard:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._condition = threading.Condition(
-            threading.RLock()
-        )  # whose own thread is not to wait, but to be told
+        # Reentrant, as its own thread is not to wait, but to be told.
+        self._condition = threading.Condition(threading.RLock())
         self._is_entered = False
         self._section = uninterrupted()  # of who has it
         self.num_news = 0
