@@ -8,7 +8,7 @@ So with more than `MANY` threads the interval grows with their number, `PER_THRE
 process's: a thread that computes in Python may keep the lock from others for so long. What the user sets meanwhile
 stays, as a longer interval of his own does; once the threads have left, it is again what it was.
 
-Mutable state: `_Interval`'s, guarded by its lock.
+Mutable state: `_Interval`'s, guarded by its lock, for which nobody waits.
 """
 
 from __future__ import annotations
@@ -33,25 +33,28 @@ class _Interval:
 
     def suit(self, threads: Sized) -> None:
         """Set the interval for as many threads of ours as there are now."""
-        if len(threads) <= MANY and self._users_s is None:
-            return
-        # Counted in here: the last to come has the last number. And no container is made, for which garbage might be
-        # collected: a finalizer that makes a map would wait for threads that wait for the lock.
-        with self._lock:
-            num_threads = len(threads)
-            now_s = sys.getswitchinterval()
-            if self._users_s is None or (self._ours_s is not None and self._ours_s != now_s):
-                self._users_s = now_s
-            self._ours_s = None
-            if num_threads > MANY:
-                wanted_s = num_threads * PER_THREAD_S
-                if wanted_s > LONGEST_S:
-                    wanted_s = LONGEST_S
-                sys.setswitchinterval(wanted_s if wanted_s > self._users_s else self._users_s)
-                self._ours_s = sys.getswitchinterval()  # in whole microseconds
-            else:
-                sys.setswitchinterval(self._users_s)
-                self._users_s = None
+        lock, num_suited = self._lock, -1  # a child that is forked in the midst of it has another lock
+        while (len(threads) > MANY or self._users_s is not None) and len(threads) != num_suited:
+            if not lock.acquire(blocking=False):
+                return  # who has it looks once more; to wait, it might wait for us: a finalizer there may make a map
+            try:
+                num_suited = len(threads)
+                self._set_for(num_suited)
+            finally:
+                lock.release()
+
+    def _set_for(self, num_threads: int) -> None:
+        now_s = sys.getswitchinterval()
+        if self._users_s is None or (self._ours_s is not None and self._ours_s != now_s):
+            self._users_s = now_s
+        self._ours_s = None
+        if num_threads > MANY:
+            wanted_s = min(LONGEST_S, num_threads * PER_THREAD_S)
+            sys.setswitchinterval(max(wanted_s, self._users_s))
+            self._ours_s = sys.getswitchinterval()  # in whole microseconds
+        else:
+            sys.setswitchinterval(self._users_s)
+            self._users_s = None
 
 
 interval = _Interval()

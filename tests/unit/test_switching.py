@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
@@ -128,23 +127,28 @@ def test_so_has_one_that_a_finalizer_forks_there(monkeypatch: pytest.MonkeyPatch
     assert children == [True]
 
 
-def test_no_garbage_is_collected_while_the_interval_is_set() -> None:
-    """A finalizer that makes a map would wait for its threads, and they for the lock."""
-    collected_in = []
-    own, before_s, thresholds = _Interval(), sys.getswitchinterval(), gc.get_threshold()
+def test_who_comes_while_the_interval_is_set_is_counted_and_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Garbage may be collected there, and a finalizer make a map, and wait for its threads."""
+    own, threads, set_interval = _Interval(), [None] * (MANY + 1), sys.setswitchinterval
 
-    def note(phase: str, info: object) -> None:
-        collected_in.append((own._lock.locked(), sys._getframe(1).f_code.co_name, sys._getframe(1).f_lineno))
+    def come() -> None:
+        threads.append(None)
+        own.suit(threads)
 
-    few, more, many = range(MANY + 1), range(MANY + 2), range(10_000)
-    gc.callbacks.append(note)
-    gc.set_threshold(1)
-    try:
-        for threads in (few, more, many, few, ()):
-            own.suit(threads)
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.callbacks.remove(note)
-        sys.setswitchinterval(before_s)
-    assert collected_in
-    assert not any(is_locked for is_locked, *_ in collected_in)
+    def set_while_one_comes(interval_s: float) -> None:
+        if len(threads) < MANY + 3:
+            thread = threading.Thread(target=come, daemon=True)
+            thread.start()
+            thread.join(60)
+            assert not thread.is_alive()
+        set_interval(interval_s)
+
+    monkeypatch.setattr(sys, "setswitchinterval", set_while_one_comes)
+    own.suit(threads)
+    assert len(threads) == MANY + 3
+    assert sys.getswitchinterval() == pytest.approx(len(threads) * PER_THREAD_S)
+    threads.clear()
+    own.suit(threads)
+    assert sys.getswitchinterval() == USERS_S
