@@ -43,7 +43,9 @@ class Lookout:
     tiny map a tenth of its time, so after a map that needed nobody the lookout stays half awake for `DOZE_S`, looks
     every `LONGEST_PAUSE_S`, and is not rung for. `IDLE_S` without crews, and it gives its thread back.
 
-    The lock is taken again by a handler of a signal, or a finalizer, that makes a map while its thread has it.
+    A handler of a signal that makes a map while its thread has the lock takes it again. Should that map need the
+    lookout, which wants the lock too, they wait for each other. So nothing is allocated under it: that may collect
+    garbage, and a finalizer make a map.
     """
 
     def __init__(self) -> None:
@@ -70,9 +72,8 @@ class Lookout:
                 begins = not self._is_standing
                 if begins:
                     self._is_standing = True
-                elif (
-                    self._would_be_late_for(crew) and not self._has_rung
-                ):  # asked last: a handler's map may ring
+                # In this order: a handler's map may ring meanwhile.
+                elif self._would_be_late_for(crew) and not self._has_rung:
                     self._has_rung = True
                     self._bell.release()
             if begins:
