@@ -322,10 +322,15 @@ class Crew:
     def _add(self, count: int) -> bool:
         if count <= 0:
             return False
-        with self._lock:
+        # One that leaves has the lock for a moment; but a handler of a signal may make it long, and need the lookout.
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
             if self._num_running == 0:  # all came to rest meanwhile
                 return False
             self._count_in(count)
+        finally:
+            self._lock.release()
         self._wake_next()
         return True
 

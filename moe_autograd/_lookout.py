@@ -43,20 +43,20 @@ class Lookout:
     tiny map a tenth of its time, so after a map that needed nobody the lookout stays half awake for `DOZE_S`, looks
     every `LONGEST_PAUSE_S`, and is not rung for. `IDLE_S` without crews, and it gives its thread back.
 
-    A handler of a signal that makes a map while its thread has the lock takes it again. Should that map need the
-    lookout, which wants the lock too, they wait for each other. So nothing is allocated under it: that may collect
-    garbage, and a finalizer make a map.
+    A handler of a signal, or a finalizer, may make a map wherever its thread is: so nobody waits for a lock here. Each
+    side first writes, and then reads what the other one writes, so that of two who meet at least one sees the other.
+    The interpreter makes each of these steps atomic.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
         self._crews: list[Watched] = []
         self._wakes_at_s = 0.0
         self._dozes_until_s = 0.0
-        self._is_standing = False
+        self._vacant: list[None] = [
+            None
+        ]  # the place of the lookout, of which there is one: whoever pops it has it
         self._bell = threading.Lock()  # held; released once to ring
         self._bell.acquire()
-        self._has_rung = False
 
     @property
     def is_watching(self) -> bool:
@@ -65,24 +65,13 @@ class Lookout:
 
     def watch(self, crew: Watched) -> None:
         """Look at `crew` from now on, until it has no calls left that have not begun."""
-        begins = False
-        try:
-            with self._lock:
-                self._crews.append(crew)
-                begins = not self._is_standing
-                if begins:
-                    self._is_standing = True
-                # In this order: a handler's map may ring meanwhile.
-                elif self._would_be_late_for(crew) and not self._has_rung:
-                    self._has_rung = True
-                    self._bell.release()
-            if begins:
+        self._crews.append(crew)
+        if self._vacant:
+            with contextlib.suppress(RuntimeError):  # no thread left: the caller makes its calls in turn
                 start_soon(self._stand)
-        except RuntimeError:  # no thread left: the caller makes its calls in turn
-            self._is_standing = False
-        except BaseException:  # such as Ctrl-C: the next crew finds another one
-            self._is_standing = self._is_standing and not begins
-            raise
+        elif self._would_be_late_for(crew):
+            with contextlib.suppress(RuntimeError):  # it has been rung already
+                self._bell.release()
 
     def _would_be_late_for(self, crew: Watched) -> bool:
         is_dozing = crew.next_look_s < self._dozes_until_s
@@ -110,21 +99,27 @@ class Lookout:
                 self._remove(crew)
 
     def _stand(self) -> None:
+        if not self._claims_place():  # another one was faster
+            return
         try:
             self._look_on()
         except BaseException:
-            with self._lock:
-                self._is_standing = False  # the next crew finds another one
+            self._vacant.append(None)  # the next crew finds another one
             raise
+
+    def _claims_place(self) -> bool:
+        try:
+            self._vacant.pop()
+        except IndexError:
+            return False
+        return True
 
     def _look_on(self) -> None:
         while True:
             was_idle, due_s = self._settle_next_look()
             has_rung = self._bell.acquire(timeout=max(0.0, due_s - time.perf_counter()))
-            if has_rung:
-                self._has_rung = False
             self._remove_begun()
-            if was_idle and not has_rung and self._may_leave():
+            if was_idle and not has_rung and not self._crews and self._leaves():
                 return
             crews = [*self._crews]
             _look(crews, due_s)
@@ -136,18 +131,14 @@ class Lookout:
             crews, now_s = [*self._crews], time.perf_counter()
             was_idle = not crews and now_s > self._dozes_until_s
             idle_until_s = now_s + (IDLE_S if was_idle else LONGEST_PAUSE_S)
-            due_s = min((self._due_s(crew, now_s) for crew in crews), default=idle_until_s)
-            with self._lock:
-                if self._crews == crews:  # else one has come that did not know when the lookout wakes
-                    self._wakes_at_s = due_s
-                    return was_idle, due_s
+            self._wakes_at_s = due_s = min((self._due_s(crew, now_s) for crew in crews), default=idle_until_s)
+            if self._crews == crews:  # else one has come that did not know when the lookout wakes
+                return was_idle, due_s
 
-    def _may_leave(self) -> bool:
-        with self._lock:
-            if self._crews or self._has_rung:
-                return False
-            self._is_standing = False
-            return True
+    def _leaves(self) -> bool:
+        """Give the place back; return False if a crew has come that took it for filled, and nobody else has it."""
+        self._vacant.append(None)
+        return not self._crews or not self._claims_place()
 
 
 def _look(crews: list[Watched], due_s: float) -> None:

@@ -127,34 +127,46 @@ def test_a_handler_uses_what_its_thread_was_about_to_change(name: str) -> None:
     assert not thread.is_alive()
 
 
-def test_a_handler_makes_a_map_while_its_thread_begins_one() -> None:
+def test_a_handler_makes_a_map_whose_calls_wait_for_each_other_at_any_line_of_a_map() -> None:
     assert_prints(
         """
-        import signal, threading, torch
-        from moe_autograd import parallel_apply
-        from moe_autograd._lookout import lookout
+        import signal, sys, threading
+        import torch
+        from moe_autograd import _crew, _lookout, _workers, parallel_apply
 
-        alone = threading.Barrier(1)
-        def meet(x):
-            alone.wait()  # so that it is made by threads
-            return 2 * x
         def run():
+            together = threading.Barrier(2)
+            def meet(x):
+                together.wait()
+                return 2 * x
             x = torch.ones(2, requires_grad=True)
             sum(parallel_apply([meet] * 2, [x] * 2)).sum().backward()
-            return x.grad.tolist()
-        print(run())
+            assert x.grad.tolist() == [4.0, 4.0]
 
-        class Crews(list):
-            def append(self, crew):
-                super().append(crew)
-                if handled:
-                    return
-                handled.append(None)
+        @torch.enable_grad()  # the backward of a map has none
+        def handle(*_):
+            run()
+
+        def trace(frame, event, _):
+            global num_lines
+            if frame.f_code.co_filename not in files:
+                return None
+            num_lines += event == "line"
+            if event == "line" and num_lines == at:
+                sys.settrace(None)
                 signal.raise_signal(signal.SIGUSR1)
-        handled = []
-        signal.signal(signal.SIGUSR1, lambda *_: print(run()))
-        lookout._crews = Crews(lookout._crews)
-        print(run())
+            return trace
+
+        files = {module.__file__ for module in (_crew, _lookout, _workers)}
+        signal.signal(signal.SIGUSR1, handle)
+        run()
+        at = num_lines = 1
+        while num_lines >= at - 1:
+            at, num_lines = at + 1, 0
+            sys.settrace(trace)
+            run()
+            sys.settrace(None)
+        print(at > 100)
         """,
-        "[4.0, 4.0] " * 3,
+        "True",
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_autograd import _crew, _lookout, _threads, _workers
+from moe_autograd import _crew, _threads, _workers
 from moe_autograd._crew import MOST_LOOKS_AGAIN, Crew
 from moe_autograd._habits import Habit
 from moe_autograd._intraop import (
@@ -275,23 +275,6 @@ def test_a_thread_that_waited_and_now_computes_is_seen() -> None:
     assert crew_of(threads).census(0.0) == (1, 50)
 
 
-def test_after_a_look_that_failed_another_lookout_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(crews: tuple[object, ...], _: float) -> None:
-        if crews:  # else the process's own lookout looks just now
-            raise MemoryError
-
-    jobs: list[Callable[[], None]] = []
-    monkeypatch.setattr(_lookout, "_look", fail)
-    monkeypatch.setattr(_lookout, "start_soon", jobs.append)
-    anew = _lookout.Lookout()
-    crew = Crew(lambda _: None, range(2), 2, contextlib.nullcontext, False, Habit(), 2)
-    anew.watch(crew)
-    with pytest.raises(MemoryError):
-        jobs[0]()
-    anew.watch(crew)
-    assert len(jobs) == 2
-
-
 def test_threads_may_come_as_a_collection_delays_the_look_at_them() -> None:
     """A finalizer gives away the interpreter lock in the midst of it: here wherever the look allocates something."""
     program = """
@@ -325,43 +308,3 @@ def test_threads_may_come_as_a_collection_delays_the_look_at_them() -> None:
             gc.set_threshold(700)
         """
     assert_prints(program, "", limit_s=100)
-
-
-def test_a_finalizer_makes_a_map_wherever_it_is_collected_as_crews_come_and_go():
-    """It waited for the lookout's lock, on the thread that had it: that of a map, or the lookout's own."""
-    assert_prints(
-        """
-        import gc, time
-        from moe_autograd._lookout import lookout
-
-        class Crew:
-            next_look_s, has_grown, num_pending = 0.0, False, 0
-
-        class Garbage:
-            def __init__(self):
-                self.itself = self
-
-            def __del__(self):
-                come_and_go()
-                if not is_over:
-                    Garbage()
-
-        def come_and_go():
-            crew = Crew()
-            lookout.watch(crew)
-            lookout.forget(crew)
-
-        is_over = False
-        gc.collect()
-        gc.freeze()
-        Garbage()
-        gc.set_threshold(1, 10**5, 10**5)
-        for _ in range(2000):
-            come_and_go()
-        is_over = True
-        while lookout.is_watching:  # the lookout may be in the midst of a finalizer
-            time.sleep(0.001)
-        """,
-        "",
-        limit_s=40,
-    )
