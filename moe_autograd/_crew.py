@@ -42,6 +42,7 @@ from typing import TypeAlias
 
 from moe_autograd._ambient import Ambient
 from moe_autograd._habits import LIGHT_S, Habit
+from moe_autograd._interrupts import came_by_signal
 from moe_autograd._intraop import end_team, get_team_size, num_cores, set_team_size
 from moe_autograd._lookout import LONGEST_PAUSE_S, lookout
 from moe_autograd._progress import Progress, here
@@ -158,7 +159,7 @@ class Crew:
                 outer.joining = None
             try:
                 set_team_size(self._callers_team)
-            except KeyboardInterrupt:
+            except BaseException:  # of a signal's handler
                 set_team_size(self._callers_team)
                 raise
             lookout.forget(self)
@@ -209,11 +210,9 @@ class Crew:
                     here.progress = self._progress[threading.get_ident()] = Progress()
             try:
                 call(index)
-            except KeyboardInterrupt as interrupt:
-                if not is_added:
-                    raise
-                self._failures[index] = interrupt, interrupt.__traceback__
             except BaseException as error:
+                if not is_added and came_by_signal(error):
+                    raise
                 self._failures[index] = error, error.__traceback__
 
     def _leave(self, count: int = 1) -> bool:

@@ -28,9 +28,12 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # of CPython and PyPy; typeshed leaves it out
 import contextlib
 import functools
+import inspect
+import itertools
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Generator, Iterator
 from types import FrameType, GeneratorType
 from typing import Any, ParamSpec, TypeVar, cast
@@ -138,6 +141,28 @@ def unwinding(function: Callable[P, T]) -> Callable[P, T]:
             raise
 
     return run
+
+
+def came_by_signal(error: BaseException) -> bool:
+    """Whether the handler of a signal has raised an exception on this thread, as that of Ctrl-C does.
+
+    Natively it ends a loop of calls, and is none of theirs. A handler is known by what it alone is given: the frame in
+    the midst of which it was called.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    if _get_ident() != _main.thread_id:
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(_is_given(handler, beneath) for beneath, handler in itertools.pairwise(frames))
+
+
+def _is_given(frame: FrameType, given: FrameType) -> bool:
+    """Whether a function was called with a frame as one of its arguments."""
+    args, rest, _, values = inspect.getargvalues(frame)
+    others = rest and values.get(rest)
+    arguments = [values.get(name) for name in args] + list(others if isinstance(others, tuple) else ())
+    return any(argument is given for argument in arguments)
 
 
 def let_through() -> None:

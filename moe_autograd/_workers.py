@@ -3,8 +3,8 @@
 Guarantees:
 
 1. Every call runs, also after others failed, and `run_all` returns when all have come to rest. The exception is
-   Ctrl-C on the calling thread: it returns at once, calls that have not begun never do, and those that run are
-   left to end by themselves.
+   Ctrl-C, and whatever else the handler of a signal raises on the calling thread: it returns at once, calls that have
+   not begun never do, and those that run are left to end by themselves.
 2. Calls may wait for each other, all of them, at any nesting depth (unless `max_concurrency` forbids): a call that
    waits never keeps another from starting. Nothing ever waits for a free thread.
 3. A thread that is done keeps no reference to what it ran (`_threads`).
@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 
 from moe_autograd._crew import Crew, Failure, taken_from
 from moe_autograd._habits import Habit
+from moe_autograd._interrupts import came_by_signal
 from moe_autograd._intraop import get_team_size, num_cores, set_team_size
 
 
@@ -50,6 +51,7 @@ def run_all(
 
     Raises:
         KeyboardInterrupt: Ctrl-C on the calling thread; see guarantee 1.
+        BaseException: of another signal's handler, likewise.
 
     Threads: usable from any thread, also from within a call. Other threads than the caller's run their calls in
     the caller's world (`_ambient`).
@@ -73,7 +75,7 @@ def _run_in_turn_with_smallest_team(
     finally:
         try:
             set_team_size(team_size)
-        except KeyboardInterrupt:
+        except BaseException:  # of a signal's handler
             set_team_size(team_size)
             raise
 
@@ -89,9 +91,9 @@ def _run_in_turn(
             for index in order:
                 try:
                     call(index)
-                except KeyboardInterrupt:
-                    raise
                 except BaseException as error:
+                    if came_by_signal(error):
+                        raise
                     failures[index] = error, error.__traceback__
     except BaseException:
         entered.__exit__(None, None, None)

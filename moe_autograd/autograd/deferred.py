@@ -227,10 +227,10 @@ class _Work:
             self._worker_has_ended.set()
 
     def _wait_for_worker(self) -> None:
-        """Wait for the worker that has taken the work; Ctrl-C leaves it to end by itself."""
+        """Wait for the worker that has taken the work; Ctrl-C, and the like, leaves it to end by itself."""
         try:
             wait(self._worker_has_ended.wait)
-        except KeyboardInterrupt:
+        except BaseException:
             self._is_cancelled, self._grads = True, []
             raise
 

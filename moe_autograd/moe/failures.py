@@ -4,7 +4,8 @@ What is left out is what came between the layer and an expert at run time: a ser
 whose expert raised there (`RemoteError`), and, from a module that talks to something itself, `ConnectionError` and
 `TimeoutError`. What the program did wrong is never left out, since it would be wrong the next time as well, and
 nobody would know: a call that the server refuses as invalid, missing permissions, and whatever else a module raises
-that runs here. Nor is what nobody waits for any more: then no server has failed, and nothing is to go on.
+that runs here. Nor is what nobody waits for any more: then no server has failed, and nothing is to go on. And what the
+handler of a signal raises in the midst of an expert, such as a time limit by `SIGALRM`, is not that expert's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from moe_autograd._interrupts import came_by_signal
 from moe_autograd.errors import CallCancelledError, InvalidCallError, PermissionDeniedError, RemoteError
 
 _FIRST_REST_S = 0.5
@@ -49,7 +51,9 @@ class ExpertFailure:
 
 def may_be_left_out(error: BaseException) -> bool:
     """Tell whether an error is of the kind that ``on_failure="drop"`` is for."""
-    if isinstance(error, InvalidCallError | PermissionDeniedError | CallCancelledError):
+    if isinstance(error, InvalidCallError | PermissionDeniedError | CallCancelledError) or came_by_signal(
+        error
+    ):
         return False
     return isinstance(error, RemoteError | ConnectionError | TimeoutError)
 

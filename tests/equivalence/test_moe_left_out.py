@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -63,6 +64,27 @@ def test_a_module_that_talks_to_something_itself_may_be_left_out(phase, error, t
     y.sum().backward()
     (failure,) = routing.failures
     assert (failure.phase, failure.reason) == (phase, f"{type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_time_limit_by_a_signal_is_no_experts_failure(phase):
+    def stop(signum, frame):
+        raise TimeoutError("the step takes too long")
+
+    def run_out_of_time(*_):
+        signal.raise_signal(signal.SIGALRM)
+
+    layer = layer_of(max_concurrency=1)  # on this thread
+    if phase == "forward":
+        layer.experts[0].register_forward_pre_hook(run_out_of_time)
+    else:
+        layer.experts[0].linear.weight.register_hook(run_out_of_time)
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        with pytest.raises(TimeoutError, match="the step takes too long"):
+            layer(tokens()).sum().backward()
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_an_expert_that_returns_nothing_is_no_failure():

@@ -46,13 +46,19 @@ DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd._crew": (
         "moe_autograd._ambient",
         "moe_autograd._habits",
+        "moe_autograd._interrupts",
         "moe_autograd._intraop",
         "moe_autograd._lookout",
         "moe_autograd._progress",
         "moe_autograd._threads",
         "moe_autograd._waiting",
     ),
-    "moe_autograd._workers": ("moe_autograd._crew", "moe_autograd._habits", "moe_autograd._intraop"),
+    "moe_autograd._workers": (
+        "moe_autograd._crew",
+        "moe_autograd._habits",
+        "moe_autograd._interrupts",
+        "moe_autograd._intraop",
+    ),
     "moe_autograd.wire": ("moe_autograd._computed_once", "moe_autograd.errors"),
     "moe_autograd.autograd": (
         "moe_autograd._ambient",
