@@ -159,10 +159,15 @@ def came_by_signal(error: BaseException) -> bool:
 
 def _is_given(frame: FrameType, given: FrameType) -> bool:
     """Whether a function was called with a frame as one of its arguments."""
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # no function
+        return False
     args, rest, _, values = inspect.getargvalues(frame)
     others = rest and values.get(rest)
     arguments = [values.get(name) for name in args] + list(others if isinstance(others, tuple) else ())
-    return any(argument is given for argument in arguments)
+    is_given = any(argument is given for argument in arguments)
+    if isinstance(values, dict):  # a copy that the frame keeps (until Python 3.13), and with it the variables
+        values.clear()
+    return is_given
 
 
 def let_through() -> None:
