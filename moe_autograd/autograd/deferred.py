@@ -96,7 +96,7 @@ class DeferringModules(JoinedModules):
         late.grad_fn._set_sequence_nr(0)  # type: ignore[attr-defined]  # Rule 1
         return late
 
-    def ask(self, nodes: Sequence[Node | None]) -> Sequence[Wanted]:
+    def ask(self, nodes: Sequence[Node | None], reached: Sequence[int]) -> Sequence[Wanted]:
         """See `JoinedModules`; the leaves' nodes are those behind `late`."""
         if is_in_first_part():
             return [True] * sum(self.num_inputs)

@@ -31,7 +31,7 @@ from moe_autograd.autograd.accumulating import (
 from moe_autograd.autograd.boxed import Grads
 from moe_autograd.autograd.emulated import arguments_of, call_backward, call_forward, materialize, options_of
 from moe_autograd.autograd.grad_dtypes import GradDtypes, declared_grad_dtypes
-from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, split, which_are_wanted
+from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, which_are_wanted
 from moe_autograd.autograd.split_backward import is_in_first_part
 
 _SEVERAL_WITH_A_VIEW = (
@@ -227,7 +227,7 @@ class FunctionCall:
 class JoinedFunctions(Joined):
     """The calls of a map of functions: those that are not needed do not run, as nodes of their own would not."""
 
-    def ask(self, nodes: Sequence[Node | None]) -> Sequence[Wanted]:
+    def ask(self, nodes: Sequence[Node | None], reached: Sequence[int]) -> Sequence[Wanted]:
         """See `Joined`."""
         if is_in_first_part():
             return []
@@ -246,15 +246,15 @@ class JoinedFunctions(Joined):
             for node, is_wanted in zip(nodes, wanted or [True] * len(nodes), strict=True)
         ]
 
-    def backward(self, saved_of: list[Sequence[Any]], grad_outputs: Grads, wanted: Sequence[Wanted]) -> Grads:
+    def backward(
+        self, saved_of: dict[int, Sequence[Any]], grad_outputs: Grads, wanted: Sequence[Wanted]
+    ) -> Grads:
         """See `Joined`; a call that is not needed gets no gradient, and so does not run (the join's Rule 3)."""
         if not wanted:
             return super().backward(saved_of, grad_outputs, wanted)
-        start = 0
-        for own, count in zip(split(wanted, self.num_inputs), self.num_results, strict=True):
-            if not any(own):
-                grad_outputs[start : start + count] = [None] * count
-            start += count
+        for i in self.reached(grad_outputs):
+            if not any(self.input_parts.of(wanted, i)):
+                self.result_parts.put(grad_outputs, i, [None] * self.num_results[i])
         with ended(wanted):
             return super().backward(saved_of, grad_outputs, wanted)
 

@@ -180,7 +180,7 @@ def _ask(joined: Joined, leading: Any, grad_outputs: Tensors) -> Sequence[Wanted
     if has_missing(grad_outputs):  # the engine goes on to the leaves of such calls all the same
         leaf_nodes: Any = [node for node in nodes if type(node) is ACCUMULATE_GRAD]
         let_hooks_sleep(node.variable for node in leaf_nodes)
-    wanted = joined.ask(joined.in_order(nodes))
+    wanted = joined.ask(joined.in_order(nodes), joined.reached(grad_outputs))
     if not is_backward_compiled():
         joined.refuse_escaped(wanted)
     return wanted
@@ -308,12 +308,14 @@ class _Arrivals:
         self._wanted: dict[int, Sequence[Wanted]] = {}
         self._grads: dict[int, Tensors] = {}
 
-    def add(self, part: _Part, saved: list[Tensors], grad_outputs: Grads, wanted: Sequence[Wanted]) -> None:
+    def add(
+        self, part: _Part, saved: dict[int, Tensors], grad_outputs: Grads, wanted: Sequence[Wanted]
+    ) -> None:
         """Note what a part needs for its backward."""
         joined = part.joined
         self._num_to_come -= 1
         self._parts.append(part)
-        self._saved.update(zip(part.places, saved, strict=True))
+        self._saved.update((part.places[i], own) for i, own in saved.items())
         self._grad_outputs.update(zip(part.places, split(grad_outputs, joined.num_results), strict=True))
         grad_outputs.clear()
         if not wanted:
@@ -348,7 +350,7 @@ class _Arrivals:
 
     def _run(self, whole: Joined) -> None:
         """Run the backwards of all that have arrived."""
-        saved: list[Sequence[Any]] = [self._saved.pop(i, ()) for i in range(len(whole.calls))]
+        saved, self._saved = self._saved, {}
         grad_outputs: Grads = []
         wanted: list[Wanted] = []
         for i, (num_results, num_inputs) in enumerate(zip(whole.num_results, whole.num_inputs, strict=True)):

@@ -7,7 +7,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from moe_autograd.autograd.result_hooks import Arrived, See
 from moe_autograd.autograd.runs import Map, run_calls
 from moe_autograd.autograd.sums import Shared, Sums, shared_by_many
 from moe_autograd.autograd.this_backward import keeps_graph
+
+T = TypeVar("T")
 
 Tensors: TypeAlias = Sequence[Tensor | None]  # mostly gradients; `None` where none flows
 
@@ -69,6 +71,38 @@ class Call(Protocol):
             wanted: for each of `inputs`, whether this backward uses its gradient; empty where nobody asks.
             keep_graph: whether there may be another backward.
         """
+
+
+class Parts:
+    """Which part of a flat list, with some elements for each call, belongs to which call.
+
+    Args:
+        counts: how many there are for each call.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self._starts = [*itertools.accumulate(counts, initial=0)]
+
+    @property
+    def num_elements(self) -> int:
+        """Of all calls."""
+        return self._starts[-1]
+
+    def of(self, flat: Sequence[T], call: int) -> Sequence[T]:
+        """Return the part of one call; of an empty list an empty one."""
+        return flat[self._starts[call] : self._starts[call + 1]]
+
+    def put(self, flat: list[T], call: int, part: Sequence[T]) -> None:
+        """Replace the part of one call by as many elements."""
+        flat[self._starts[call] : self._starts[call + 1]] = part
+
+    def start(self, call: int) -> int:
+        """Return the place of the first element of a call."""
+        return self._starts[call]
+
+    def call_at(self, place: int) -> int:
+        """Return whose element is at a place."""
+        return bisect.bisect_right(self._starts, place) - 1
 
 
 class Joined:
@@ -137,11 +171,34 @@ class Joined:
         """Return one more tensor for the join to depend on, or `None`."""
         return None
 
-    def ask(self, nodes: Sequence[Node | None]) -> Sequence[Wanted]:
+    @computed_once
+    def input_parts(self) -> Parts:
+        """Of a list with one element for each input of all calls."""
+        return Parts(self.num_inputs)
+
+    @computed_once
+    def result_parts(self) -> Parts:
+        """Of a list with one element for each result of all calls."""
+        return Parts(self.num_results)
+
+    @computed_once
+    def saved_parts(self) -> Parts:
+        """Of a list of all that the calls saved."""
+        return Parts(self.num_saved)
+
+    def reached(self, grad_outputs: Tensors) -> Sequence[int]:
+        """Return which calls got a gradient (Rule 3), in time for these alone: there may be a backward for each."""
+        if not has_missing(grad_outputs):
+            return [i for i, count in enumerate(self.num_results) if count]
+        call_at = self.result_parts.call_at
+        return [*{call_at(place): None for place, grad in enumerate(grad_outputs) if grad is not None}]
+
+    def ask(self, nodes: Sequence[Node | None], reached: Sequence[int]) -> Sequence[Wanted]:
         """Return for each input whether this backward uses its gradient; empty if the calls compute all anyway.
 
         Args:
             nodes: where the gradients of the inputs go, after that of the gate if there is one.
+            reached: the calls that got a gradient.
 
         Threads: only the engine's, while it runs the join.
         """
@@ -181,29 +238,30 @@ class Joined:
             dtypes += call.grad_dtypes or usual
         return dtypes
 
-    def backward(self, saved_of: list[Sequence[Any]], grad_outputs: Grads, wanted: Sequence[Wanted]) -> Grads:
+    def backward(
+        self, saved_of: dict[int, Sequence[Any]], grad_outputs: Grads, wanted: Sequence[Wanted]
+    ) -> Grads:
         """Run the backwards of all calls that got a gradient.
 
         Args:
-            saved_of: for each call what it saved; emptied on the way.
+            saved_of: by call what it saved; emptied on the way.
             grad_outputs: one for each result of all calls; emptied at once.
             wanted: one for each input of all calls.
 
         Returns:
             One gradient or `None` for each input of all calls.
         """
-        grads_of = split(grad_outputs, self.num_results)
-        wanted_of = split(wanted, self.num_inputs)
+        reached = self.reached(grad_outputs)
+        grads_of = {i: self.result_parts.of(grad_outputs, i) for i in reached}
+        wanted_of = {i: self.input_parts.of(wanted, i) for i in reached}
         grad_outputs.clear()
-        grads: list[Tensors] = [(None,) * count for count in self.num_inputs]
-        reached = [i for i, own in enumerate(grads_of) if has_any(own)]  # Rule 3
+        grads: dict[int, Tensors] = {}
         keep_graph, has_streams = keeps_graph(), accelerator_in_use() is not None
         sums = Sums(self.shared, reached, wanted_of) if self.shared else None
 
         def run(index: int) -> None:
             i = reached[index]
-            own_saved, own_grads = saved_of[i], grads_of[i]
-            saved_of[i] = grads_of[i] = ()  # Rule 2: nobody but this call holds them now
+            own_saved, own_grads = saved_of.pop(i, ()), grads_of.pop(i)  # Rule 2: nobody else holds them
             if has_streams:
                 use_here(own_saved)
                 use_here(own_grads)
@@ -211,7 +269,7 @@ class Joined:
             grads[i] = found if sums is None else sums.add(i, found)
 
         of_reached = self.map if len(reached) == len(self.calls) else self.map.of_some(reached)
-        computes_elsewhere = has_streams and any(map(are_elsewhere, grads_of))
+        computes_elsewhere = has_streams and any(map(are_elsewhere, grads_of.values()))
         try:
             run_calls(run, of_reached, "backward", is_backward=True, computes_elsewhere=computes_elsewhere)
         except BaseException:
@@ -220,17 +278,15 @@ class Joined:
             raise
         if sums is not None:
             sums.hand_out(grads)
-        return _with_memory_of_their_own([grad for own in grads for grad in own])
+        flat: Grads = [None] * self.input_parts.num_elements
+        for i, own in grads.items():
+            self.input_parts.put(flat, i, own)
+        return _with_memory_of_their_own(flat)
 
     def call_of(self, place: int) -> tuple[Any, int]:
         """Return the call that a result is of, given its place among those of all calls, and its place there."""
-        i = bisect.bisect_right(self._first_places, place) - 1
-        return self.calls[i], place - self._first_places[i]
-
-    @computed_once
-    def _first_places(self) -> list[int]:
-        """Those of each call's first result among the results of all calls."""
-        return [*itertools.accumulate(self.num_results[:-1], initial=0)]
+        i = self.result_parts.call_at(place)
+        return self.calls[i], place - self.result_parts.start(i)
 
     def see_within(self, place: int, see: See) -> None:
         """Let something see what comes to a result within its call.

@@ -24,7 +24,7 @@ from moe_autograd.autograd.escaped import Escaping, refuse_escaped
 from moe_autograd.autograd.grouping import around
 from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.join import join
-from moe_autograd.autograd.joined import Joined, Tensors, has_any, split, which_are_wanted
+from moe_autograd.autograd.joined import Joined, Tensors, split, which_are_wanted
 from moe_autograd.autograd.module_calls import ModuleCall, Planned
 from moe_autograd.autograd.module_forwards import ModuleForwards
 from moe_autograd.autograd.ordered_hooks import unpack_ahead
@@ -55,7 +55,7 @@ class JoinedModules(Joined):
         part.entrance = self.entrance
         return part
 
-    def ask(self, nodes: Sequence[Node | None]) -> Sequence[Wanted]:
+    def ask(self, nodes: Sequence[Node | None], reached: Sequence[int]) -> Sequence[Wanted]:
         """See `Joined`."""
         if is_in_first_part():
             wanted: list[Wanted] = [True] * sum(self.num_inputs)
@@ -65,17 +65,19 @@ class JoinedModules(Joined):
         wanted = [*which_are_wanted(nodes)]
         want_by_name(self.calls, self.num_inputs, nodes, wanted)
         if may_add_at_once():
-            self._add_at_once(nodes, wanted)
+            self._add_at_once(nodes, wanted, reached)
         return wanted
 
-    def _add_at_once(self, nodes: Sequence[Node | None], wanted: list[Wanted]) -> None:
+    def _add_at_once(
+        self, nodes: Sequence[Node | None], wanted: list[Wanted], reached: Sequence[int]
+    ) -> None:
         """Let calls add the gradients of their leaves themselves, where they may (`accumulating`)."""
-        at_once, start = AtOnce(), 0
-        for call, count in zip(self.calls, self.num_inputs, strict=True):
-            for i, leaf in enumerate(call.leaves, start + len(call.cuts)):
+        at_once = AtOnce()
+        for index in reached:
+            call = self.calls[index]
+            for i, leaf in enumerate(call.leaves, self.input_parts.start(index) + len(call.cuts)):
                 if id(leaf) not in call.shared_leaves and nodes[i] is not None:
                     wanted[i] = at_once.adder(nodes[i]) or wanted[i]
-            start += count
 
     def _note_histories(self, nodes: Sequence[Node | None], counts: Sequence[int]) -> None:
         """Take note of where the gradients of the cuts go, for gradients of gradients."""
@@ -105,12 +107,14 @@ class JoinedModules(Joined):
         call, own = self.call_of(place)
         call.note_arrived(own, arrived)
 
-    def backward(self, saved_of: list[Sequence[Any]], grad_outputs: Grads, wanted: Sequence[Wanted]) -> Grads:
+    def backward(
+        self, saved_of: dict[int, Sequence[Any]], grad_outputs: Grads, wanted: Sequence[Wanted]
+    ) -> Grads:
         """See `Joined`; with `create_graph=True` the backward is a map of its own (Rule 6)."""
         with nested_backwards():
             # A call lets go of its inputs when it is done; held here until hooks have moved to them.
             inputs = [tensor for call in self.calls for _, tensor in call.cuts]
-            reached = [i for i, own in enumerate(split(grad_outputs, self.num_results)) if has_any(own)]
+            reached = self.reached(grad_outputs)
             self._prepare(inputs, reached)
             escaping = Escaping(
                 edge.node for call in self.calls for edge, _ in call.cuts if is_entry(edge.node)

@@ -13,7 +13,7 @@ Rule 3. A result of the node itself is kept without its history, which would lea
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
-from moe_autograd.autograd.joined import Joined, has_any, has_missing, split
+from moe_autograd.autograd.joined import Joined, has_missing
 from moe_autograd.autograd.this_backward import keeps_graph
 from moe_autograd.autograd.uncompiled import is_backward_compiled
 
@@ -42,8 +42,8 @@ class _Kept(NamedTuple):
 
 def take_saved(
     node: Any, joined: Joined, grad_outputs: Sequence[Tensor | None], wanted: Sequence[Wanted]
-) -> list[Sequence[Tensor | None]]:
-    """Return what the reached calls saved, for each in a list that it may empty; let the node forget it.
+) -> dict[int, Sequence[Tensor | None]]:
+    """Return what the reached calls saved, by call; let the node forget it.
 
     Args:
         node: of the calls.
@@ -59,34 +59,32 @@ def take_saved(
     with joined.taking:
         left: dict[int, list[_Kept | None]] | None = getattr(node, "left", None)
         if left is not None:  # an earlier backward has let the node forget
-            reached = _reached(joined, grad_outputs, wanted)
-            return [
-                _taken(left, i, count, joined.reads_saved) if i in reached else []
-                for i, count in enumerate(joined.num_saved)
-            ]
+            return {
+                i: _taken(left, i, joined.num_saved[i], joined.reads_saved)
+                for i in _reached(joined, grad_outputs, wanted)
+            }
         if not any(joined.num_saved):
-            return [[] for _ in joined.num_saved]  # it forgets nothing, however often it runs
+            return {}  # it forgets nothing, however often it runs
         unpacked = [*node.saved_tensors]
         if len(unpacked) != sum(joined.num_saved):  # compiled code asks no node whether it is freed
             raise RuntimeError(BACKWARD_TWICE)
-        saved = split(unpacked, joined.num_saved)
+        saved = joined.saved_parts
+        reached = _reached(joined, grad_outputs, wanted)
         if not keeps_graph() and not is_backward_compiled():
             node.left = {}
             if wanted or has_missing(grad_outputs):
-                reached = _reached(joined, grad_outputs, wanted)
-                unreached = [(i, own) for i, own in enumerate(saved) if i not in reached]
-                node.left = {i: [_keep(tensor, node) for tensor in own] for i, own in unreached}
+                unreached = {*range(len(joined.calls))}.difference(reached)
+                node.left = {i: [_keep(tensor, node) for tensor in saved.of(unpacked, i)] for i in unreached}
         node.maybe_clear_saved_tensors()  # not under `retain_graph`
-        return saved
+        return {i: saved.of(unpacked, i) for i in reached}
 
 
 def _reached(
     joined: Joined, grad_outputs: Sequence[Tensor | None], wanted: Sequence[Wanted]
-) -> Collection[int]:
+) -> Sequence[int]:
     """Return which calls a backward comes to (Rule 1)."""
-    wanted_of = split(wanted, joined.num_inputs) if wanted else ()
-    grads_of = split(grad_outputs, joined.num_results)
-    return {i for i, own in enumerate(grads_of) if has_any(own) and (not wanted_of or any(wanted_of[i]))}
+    reached = joined.reached(grad_outputs)
+    return [i for i in reached if any(joined.input_parts.of(wanted, i))] if wanted else reached
 
 
 def _keep(tensor: Tensor | None, node: Any) -> _Kept | None:

@@ -104,7 +104,8 @@ def let_hooks_sleep(tensors: Iterable[Tensor]) -> Ends:
     """
     ends: Ends = frozenset()
     for tensor in tensors:
-        ends |= let_these_sleep(tensor._backward_hooks)
+        if hooks := tensor._backward_hooks:  # mostly there are none, and this is asked of very many
+            ends |= let_these_sleep(hooks)
         late_hooks: Any = tensor._post_accumulate_grad_hooks
         if late_hooks:
             before = _Before(tensor.grad)

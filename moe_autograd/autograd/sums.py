@@ -23,7 +23,7 @@ Rule 5. On an accelerator a sum goes on after what both of its terms have queued
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -85,13 +85,16 @@ class Sums:
     Args:
         shared: what is to be added up.
         calls: those that take part; they have to come, each once.
-        wanted_of: for each call which of its gradients this backward uses; empty where all.
+        wanted_of: for each of them which of its gradients this backward uses, empty where all; `None` if it uses all.
 
     Threads: any.
     """
 
     def __init__(
-        self, shared: Iterable[Shared], calls: Iterable[int], wanted_of: Sequence[Sequence[object]] = ()
+        self,
+        shared: Iterable[Shared],
+        calls: Iterable[int],
+        wanted_of: Mapping[int, Sequence[object]] | None = None,
     ) -> None:
         self._of_call: dict[int, list[tuple[int, _Sum]]] = {}
         self._sums: list[_Sum] = []
@@ -122,7 +125,7 @@ class Sums:
             total.put((call, i), grad)
         return others
 
-    def hand_out(self, grads_of: list[Sequence[Tensor | None]]) -> None:
+    def hand_out(self, grads_of: dict[int, Sequence[Tensor | None]] | list[Sequence[Tensor | None]]) -> None:
         """Put each sum in the place of the first gradient that it has."""
         for total in self._sums:
             if total.first is not None:
@@ -132,8 +135,8 @@ class Sums:
                 grads_of[call] = grads
 
 
-def _has(wanted_of: Sequence[Sequence[object]], call: int, i: int) -> bool:
-    return not wanted_of or not wanted_of[call] or bool(wanted_of[call][i])
+def _has(wanted_of: Mapping[int, Sequence[object]] | None, call: int, i: int) -> bool:
+    return wanted_of is None or not wanted_of[call] or bool(wanted_of[call][i])
 
 
 class _Sum:
