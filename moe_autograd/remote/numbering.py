@@ -18,7 +18,7 @@ import threading
 from collections.abc import Collection, Iterator
 from functools import partial
 
-from moe_autograd._interrupts import unwindable
+from moe_autograd._interrupts import uninterrupted, unwindable
 from moe_autograd.remote.awaiting import SCOPE
 
 
@@ -47,19 +47,21 @@ class Numbering:
             step_of: experts, of a step that may be repeated: if the block raises, the next one has the same numbers.
         """
         numbers, experts = range(0), frozenset(step_of)
-        try:
-            with self._lock:
-                numbers = self._unmade.get(experts) or self._new(count)
-                if experts:
-                    self._unmade[experts] = numbers
-                    self._unheard.pop(experts, None)  # it is another one
-                self._open.update(numbers)
-                settled_below = min(self._all_open(), default=self._next_sequence)
-            yield numbers, settled_below
-            self._note_made(experts, numbers)
-        finally:
-            with self._lock:
-                self._open.difference_update(numbers)
+        with uninterrupted() as section:  # also while one waits for the lock
+            try:
+                with self._lock:
+                    numbers = self._unmade.get(experts) or self._new(count)
+                    if experts:
+                        self._unmade[experts] = numbers
+                        self._unheard.pop(experts, None)  # it is another one
+                    self._open.update(numbers)
+                    settled_below = min(self._all_open(), default=self._next_sequence)
+                with section.opened():
+                    yield numbers, settled_below
+                self._note_made(experts, numbers)
+            finally:
+                with self._lock:
+                    self._open.difference_update(numbers)
 
     def _note_made(self, experts: frozenset[str], numbers: range) -> None:
         scope = SCOPE.get()

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from moe_autograd._interrupts import unwindable
+from moe_autograd._interrupts import uninterrupted, unwindable
 from moe_autograd._waiting import get
 from moe_autograd.errors import DeadlineExceededError, RemoteError, ServerUnavailableError
 from moe_autograd.remote.channel import phase_of
@@ -69,16 +69,19 @@ class Turns:
             yield None
             return
         own = _Turn(names, is_alone=rpc != "Backward")
-        try:
-            hindrance = None if self._try_begin(own) else self._wait(own, rpc, operation)
-            if operation.cancellation.wait(0.0):
-                raise ServerUnavailableError(
-                    f"{_place(own, rpc, operation)}: expected to be waited for, got cancelled: the connection was "
-                    "closed, or a task. Nothing was changed."
-                )
-            yield hindrance
-        finally:
-            self._end(own)
+        with uninterrupted() as section:  # or Ctrl-C would leave a turn that nobody ends
+            try:
+                has_begun = self._try_begin(own)
+                with section.opened():
+                    hindrance = None if has_begun else self._wait(own, rpc, operation)
+                    if operation.cancellation.wait(0.0):
+                        raise ServerUnavailableError(
+                            f"{_place(own, rpc, operation)}: expected to be waited for, got cancelled: the connection "
+                            "was closed, or a task. Nothing was changed."
+                        )
+                    yield hindrance
+            finally:
+                self._end(own)
 
     def _try_begin(self, own: _Turn) -> bool:
         with self._lock:
