@@ -171,7 +171,8 @@ class Trainer:
             got = f"{found}, others among them" if found >= expected.at_least else f"{found}"
             raise GradientsLostError(
                 f"expert {self.name!r}: expected the gradients of {expected.at_least} backwards, got those of {got}. "
-                "The server was restarted since; nothing was changed. Call zero_grad and repeat forward and backward."
+                "Most likely the server was restarted since; nothing was changed. Call zero_grad and repeat "
+                "forward and backward."
             )
         if gathered is not None:
             self._update(gathered.grads)

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moe_autograd._interrupts import unwinding
+from moe_autograd._interrupts import uninterrupted, unwinding
 from moe_autograd._random import seeds_elsewhere
 from moe_autograd.autograd.anchors import new_anchor
 from moe_autograd.autograd.grouping import Failures
@@ -292,13 +292,15 @@ class Connection:
                 request = backward_request(update, part, keep_graph, encoding)
                 jobs.append(Job(request, part.call.address, Outcome(error=hindrance), part.call.index))
             has_come_back, dropped = False, self._updates.dropped  # Ctrl-C may end it anywhere
-            try:
-                # The last first, as in a loop's backward: one expert may be updated by several.
-                self._delivery.deliver("Backward", jobs[::-1], operation, failures)
-                has_come_back = True
-            finally:
-                if hindrance is None:
-                    self._updates.note_backwards(itertools.compress(jobs, gives), has_come_back, dropped)
+            with uninterrupted() as section:  # or the next step would not know of what servers have
+                try:
+                    with section.opened():
+                        # The last first, as in a loop's backward: one expert may be updated by several.
+                        self._delivery.deliver("Backward", jobs[::-1], operation, failures)
+                    has_come_back = True
+                finally:
+                    if hindrance is None:
+                        self._updates.note_backwards(itertools.compress(jobs, gives), has_come_back, dropped)
             raise_if_unwanted(jobs, "backward", operation.cancellation)
         return jobs
 

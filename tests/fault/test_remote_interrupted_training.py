@@ -14,7 +14,8 @@ import torch
 
 from experts_server import ExpertsServer
 from moe_autograd import _contexts, _interrupts
-from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect, numbering, turns
+from moe_autograd.errors import RemoteError
+from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect, connection, numbering, turns, updates
 from moe_autograd.remote.cancelling import Cancellation
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.numbering import Numbering
@@ -52,11 +53,21 @@ def test_after_ctrl_c_no_turn_is_kept_and_no_number_stays_open(experts: RemoteEx
     step, num_points = training(experts), 0
     for point in interrupted_everywhere(step, within=[turns, numbering, _contexts, _interrupts]):
         num_points += 1
-        updates = experts.connection._updates
-        assert repr(updates.turns) == "Turns(0 under way, 0 waiting)", point
-        assert not updates._numbering._open, point
+        assert repr(experts.connection._updates.turns) == "Turns(0 under way, 0 waiting)", point
+        assert not experts.connection.numbering._open, point
     step()
     assert num_points > 100
+
+
+def test_after_ctrl_c_the_next_step_misses_no_gradients(experts: RemoteExperts) -> None:
+    step, num_points = training(experts), 0
+    for point in interrupted_everywhere(step, within=[connection, updates]):
+        num_points += 1
+        try:
+            step()
+        except RemoteError as error:
+            pytest.fail(f"{point}: {error}")
+    assert num_points > 30
 
 
 class Interrupted:
