@@ -20,6 +20,7 @@ from experts_server.hosting.building import build_optimizer, why_it_cannot_step
 from experts_server.hosting.training import Training
 from experts_server.serving.loop_thread import LoopThread
 from experts_server.serving.server import ExpertServer, Hosting, State
+from moe_autograd._interrupts import uninterrupted
 from moe_autograd.errors import ConfigError
 
 
@@ -138,21 +139,24 @@ class ExpertsServer:
                 "Start it from another one."
             )
         LoopThread.check_process()
-        with self._changing:
-            if self._loop_thread is not None:
-                raise RuntimeError(
-                    f"ExpertsServer: expected one start, got a second at {self.address}. `start()` is what `with` "
-                    "calls."
-                )
-            loop = self._loop_thread = LoopThread.acquire()
-            try:
-                self._server = ExpertServer(self._experts, self._config)
+        is_begun = False
+        try:
+            with self._changing, uninterrupted() as section:
+                if self._loop_thread is not None:
+                    raise RuntimeError(
+                        f"ExpertsServer: expected one start, got a second at {self.address}. `start()` is what `with` "
+                        "calls."
+                    )
+                is_begun = True
+                loop = self._loop_thread = LoopThread.acquire()
+                self._server = ExpertServer(self._experts, self._config, section.opened)
                 self._check_still_starts()
                 loop.run(self._server.start())
                 self._check_still_starts()
-            except BaseException:
+        except BaseException:
+            if is_begun:
                 self.stop()  # Ctrl-C may come when it has just started
-                raise
+            raise
         return self
 
     def _check_still_starts(self) -> None:
@@ -178,14 +182,15 @@ class ExpertsServer:
     def _end(self) -> None:
         if self._loop_thread is None:  # another thread has stopped it
             return
-        try:
-            if self._server is not None:
-                self._loop_thread.run(self._server.stop())
-        finally:
-            # A handler of a signal may have stopped it meanwhile, on this thread: then it is not to be let go of twice.
-            loop, self._loop_thread = self._loop_thread, None
-            if loop is not None:
-                loop.release()
+        with uninterrupted():  # but while it waits
+            try:
+                if self._server is not None:
+                    self._loop_thread.run(self._server.stop())
+            finally:
+                # Another signal's handler may have stopped it meanwhile: then it is not to be let go of twice.
+                loop, self._loop_thread = self._loop_thread, None
+                if loop is not None:
+                    loop.release()
 
     def __enter__(self) -> Self:
         return self.start()

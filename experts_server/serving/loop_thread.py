@@ -8,11 +8,16 @@ after the last.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import functools
 import os
 import sys
 import threading
 from collections.abc import Coroutine
 from typing import Any, ClassVar, TypeVar
+
+from moe_autograd._interrupts import uninterrupted
+from moe_autograd._waiting import wait
 
 R = TypeVar("R")
 ENDING_S = 0.1  # of a thread whose server has stopped just now
@@ -32,7 +37,7 @@ class LoopThread:
         self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._num_users = 0
-        self._thread = threading.Thread(target=self._run, name="experts-server-loop", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="experts-server-loop", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -72,17 +77,25 @@ class LoopThread:
             if self._num_users:
                 return
             LoopThread._current = None
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        with uninterrupted():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            wait(self._has_ended)
 
-    def _run(self) -> None:
+    def _has_ended(self, pause_s: float) -> bool:
+        self._thread.join(pause_s)
+        return not self._thread.is_alive()
+
+    def _serve(self) -> None:
         """Run the loop until it is stopped, and close it here: who releases it may be inside another one."""
         self._loop.run_forever()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        """Run on the loop; return what it returns, or raise what it raises. After Ctrl-C it has been cancelled."""
+        """Run on the loop; return what it returns, or raise what it raises. After Ctrl-C it has been cancelled.
+
+        It has begun in any case, and ends by itself: Ctrl-C comes while it is waited for, or after it.
+        """
         running: list[asyncio.Task[R]] = []
 
         async def run() -> R:
@@ -90,17 +103,31 @@ class LoopThread:
             return await running[0]
 
         async def end() -> None:
+            await asyncio.sleep(0)  # what is cancelled before it begins does nothing
             for task in running:
                 task.cancel()
                 await asyncio.wait([task])
 
+        with uninterrupted():
+            try:
+                return self._result_of(run())
+            except BaseException:
+                self._result_of(end())
+                raise
+            finally:
+                running.clear()  # the task has its error, whose traceback has this list
+
+    def _result_of(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
-        except BaseException:
-            asyncio.run_coroutine_threadsafe(end(), self._loop).result()
-            raise
+            wait(functools.partial(_is_done, future))
+            return future.result()
         finally:
-            running.clear()  # the task has its error, whose traceback has this list
+            del future  # which has its error, too
+
+
+def _is_done(future: concurrent.futures.Future[Any], pause_s: float) -> bool:
+    return bool(concurrent.futures.wait([future], pause_s).done)
 
 
 def _note_poller() -> None:

@@ -83,25 +83,32 @@ class ExpertServer:
     Args:
         experts: what to host, by name.
         config: how to serve.
+        opened: a context to run users' code in, for whoever holds Ctrl-C back meanwhile (`_interrupts`).
 
     Raises:
         ConfigError: two experts share a weight that one of them trains; from `start`, if the address cannot be used.
     """
 
-    def __init__(self, experts: Mapping[str, Hosting], config: ServingConfig) -> None:
+    def __init__(
+        self,
+        experts: Mapping[str, Hosting],
+        config: ServingConfig,
+        opened: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         _check_shared(experts)
         limits = config.limits
         self.config = config
         self.state: State = "starting"
         self.address = config.listen
         self.memory = _memory_for_all(config)
-        self.pool = WorkerPool(max_threads=limits.max_threads)
         self.queue_limits = _queue_limits(config)
         self.failures = FailureLog()
         with contextlib.ExitStack() as if_refused:
             if_refused.callback(self._close_memory)
+            self.pool = WorkerPool(max_threads=limits.max_threads)
             if_refused.callback(self.pool.close, 0)
-            queues = [self._queue_of(name, hosting) for name, hosting in experts.items()]
+            with opened():
+                queues = [self._queue_of(name, hosting) for name, hosting in experts.items()]
             self.registry = Registry(queues, self.pool, self.queue_limits)
             self.saver = Saver(self.registry, config)
             self.doorway = Doorway(limits.max_concurrent_passes, Gate(config.security.tokens_file))
@@ -209,6 +216,8 @@ class ExpertServer:
         Cancelled, it closes without the rest; of a save that is being written it waits for the end.
         """
         if self.state in ("starting", "stopped"):
+            if self._loop is None:  # nor was it started
+                self.close()
             return
         self.state = "draining"
         until = time.monotonic() + self.config.drain_timeout_s

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,8 +20,13 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
+from experts_server.queues import executor
+from experts_server.serving import embedded, loop_thread
+from experts_server.serving import server as serving
+from experts_server.serving.loop_thread import LoopThread
 from experts_server.serving.server import ExpertServer
 from tests.support.gated import Gated, Waiting
+from tests.support.interrupting import interrupted_everywhere
 from tests.support.servers import START_S, WireClient, tokens, wait_until
 
 D = 8
@@ -169,3 +175,59 @@ def test_a_start_that_is_cancelled_while_grpc_starts_leaves_the_folder_free(
     assert torch.get_num_threads() == team_size, "a server that never served leaves its thread as it was"
     with made:
         assert made.state == "ready"
+
+
+def names_of_threads() -> set[str]:
+    return {thread.name.rstrip("0123456789-") for thread in threading.enumerate()}
+
+
+def assert_nothing_is_left(point: str) -> None:
+    own = {"expert-watcher", "expert-worker", "experts-server-loop"}
+    wait_until(lambda: own.isdisjoint(names_of_threads()), patience_s=30.0)
+    assert LoopThread._current is None, point
+
+
+WITHIN = {"": ([embedded, loop_thread, serving, executor], 1), "threading": ([threading], 7)}
+
+
+@pytest.mark.parametrize("within", WITHIN)
+def test_ctrl_c_anywhere_in_a_start_leaves_no_thread_and_the_next_one_serves(within: str) -> None:
+    """That of a lock of Python's, too, as it waits for the loop: which would wait for that lock, for ever."""
+    server, num_points = ExpertsServer({"e": nn.Linear(D, D)}), 0
+    modules, every = WITHIN[within]
+    for point in interrupted_everywhere(server.start, within=modules, every=every):
+        num_points += 1
+        assert_nothing_is_left(point)
+    assert num_points > 10
+    assert server.state == "ready"
+    server.stop()
+
+
+def test_what_ctrl_c_anywhere_in_a_stop_has_not_stopped_can_be_stopped_again() -> None:
+    server, num_points = ExpertsServer({"e": nn.Linear(D, D)}).start(), 0
+    for point in interrupted_everywhere(server.stop, within=[embedded, loop_thread]):
+        num_points += 1
+        server.stop()
+        assert server.state == "stopped", point
+        assert_nothing_is_left(point)
+        server.start()
+    assert num_points > 5
+
+
+class Heard(nn.Linear):
+    """Ctrl-C comes while a server looks at it."""
+
+    goes_on = False
+
+    def modules(self) -> Iterator[nn.Module]:
+        signal.raise_signal(signal.SIGINT)
+        self.goes_on = True
+        return super().modules()
+
+
+def test_ctrl_c_is_heard_at_once_while_a_server_looks_at_its_experts() -> None:
+    expert = Heard(D, D)
+    with pytest.raises(KeyboardInterrupt):
+        ExpertsServer({"e": expert}).start()
+    assert not expert.goes_on
+    assert_nothing_is_left("as it looks")
