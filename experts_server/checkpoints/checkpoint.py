@@ -32,10 +32,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import safetensors.torch
 import xxhash
-from safetensors import SafetensorError
 
+from experts_server.checkpoints.expert_file import read_snapshot, write_snapshot
 from experts_server.checkpoints.snapshot import FORMAT, Snapshot
 from experts_server.configuration.names import check_name
 from experts_server.locks import take_folder
@@ -45,9 +44,8 @@ from moe_autograd.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-PLAIN_KEY = "experts_server"
 # what reading a damaged file may raise
-_DAMAGES = (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError)
+_DAMAGES = (OSError, ValueError, KeyError, TypeError, RecursionError)
 # the other errors of a system (permissions, descriptors, a network) say nothing of what is on the disk
 _OF_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 _GENERATION = re.compile(r"generation-(\d{8,})")
@@ -108,7 +106,12 @@ class CheckpointFolder:
         try:
             self.remove_leftovers()
             writing.mkdir()
-            files = {snapshot.plain["expert"]: _write_expert(writing, snapshot) for snapshot in snapshots}
+            files = {
+                snapshot.plain["expert"]: write_snapshot(
+                    _file_of(writing, snapshot.plain["expert"]), snapshot
+                )
+                for snapshot in snapshots
+            }
             _write_file(
                 writing / MANIFEST, _sealed({"format": FORMAT, "generation": number, "experts": files})
             )
@@ -120,6 +123,11 @@ class CheckpointFolder:
             raise CheckpointError(
                 f"checkpoint_dir {str(self.folder)!r}: expected a folder that takes {name}, got "
                 f"{error.strerror!r}. The one before is untouched; make room, or let it be written, and save again."
+            ) from error
+        except MemoryError as error:
+            raise CheckpointError(
+                f"checkpoint_dir {str(self.folder)!r}: expected memory to write {name}, got none. "
+                "The one before is untouched; free some, and save again."
             ) from error
         finally:
             shutil.rmtree(writing, ignore_errors=True)  # nothing is left of one that was not finished
@@ -181,7 +189,7 @@ class CheckpointFolder:
             folder = self.folder / _name_of(number)
             with contextlib.suppress(_Damaged), _reading(folder):
                 entry = _read_manifest(folder / MANIFEST)["experts"][expert]
-                return folder.name, _read_expert(folder, expert, entry)
+                return folder.name, read_snapshot(_file_of(folder, expert), entry)
         return None
 
     def read_newest(self) -> tuple[str, dict[str, Snapshot]] | None:
@@ -210,18 +218,8 @@ def _name_of(generation: int) -> str:
     return f"generation-{generation:08}"
 
 
-def _write_expert(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
-    file = f"{check_name(snapshot.plain['expert'])}.safetensors"
-    try:
-        content = safetensors.torch.save(snapshot.tensors, {PLAIN_KEY: json.dumps(snapshot.plain)})
-    except (KeyError, ValueError, NotImplementedError, SafetensorError) as error:
-        # each for another kind of tensor
-        raise CheckpointError(
-            f"checkpoint of expert {snapshot.plain['expert']!r}: expected tensors that safetensors can hold, got one "
-            f"that it cannot ({type(error).__name__}: {error}). Use another dtype, or host it without checkpoint_dir."
-        ) from error
-    _write_file(folder / file, content)
-    return {"file": file, "num_bytes": len(content), "xxh3_64": xxhash.xxh3_64_hexdigest(content)}
+def _file_of(folder: Path, expert: str) -> Path:
+    return folder / f"{check_name(expert)}.safetensors"
 
 
 def _write_file(path: Path, content: bytes) -> None:
@@ -247,7 +245,9 @@ def _sealed(manifest: Mapping[str, Any]) -> bytes:
 def _read_generation(folder: Path) -> dict[str, Snapshot]:
     with _reading(folder):
         manifest = _read_manifest(folder / MANIFEST)
-        return {name: _read_expert(folder, name, entry) for name, entry in manifest["experts"].items()}
+        return {
+            name: read_snapshot(_file_of(folder, name), entry) for name, entry in manifest["experts"].items()
+        }
 
 
 @contextmanager
@@ -255,6 +255,11 @@ def _reading(folder: Path) -> Iterator[None]:
     """Tell what is damaged (`_Damaged`) from what only cannot be read (`CheckpointError`)."""
     try:
         yield
+    except MemoryError as error:
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r}: expected memory to read it, got none. It may be whole: free some, and try "
+            "again."
+        ) from error
     except _DAMAGES as error:
         if isinstance(error, OSError) and error.errno not in _OF_DAMAGE:
             raise CheckpointError(
@@ -279,12 +284,3 @@ def _read_manifest(path: Path) -> Any:
             "moe-autograd wrote it. Start that one, or move this generation away to go on from the one before."
         )
     return manifest
-
-
-def _read_expert(folder: Path, name: str, entry: Mapping[str, Any]) -> Snapshot:
-    file = folder / f"{check_name(name)}.safetensors"
-    content = file.read_bytes()
-    if len(content) != entry["num_bytes"] or xxhash.xxh3_64_hexdigest(content) != entry["xxh3_64"]:
-        raise ValueError(f"{file.name} has {len(content)} bytes that are not those of the manifest")
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return Snapshot(safetensors.torch.load(content), json.loads(header["__metadata__"][PLAIN_KEY]))

@@ -304,11 +304,21 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, str]:
 def _copy(place: str, tensor: Tensor) -> Tensor:
     try:
         return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-    except RuntimeError as error:  # such as of a sparse one
+    except (RuntimeError, MemoryError) as error:  # such as of a sparse one
+        if tells_of_no_memory(error):
+            raise CheckpointError(
+                f"{place}: expected memory for a copy of {tensor.nbytes} bytes, got none. "
+                "Free some, and save again."
+            ) from error
         raise CheckpointError(
             f"{place}: expected a tensor that can be copied to the CPU as it is, got one that cannot "
             f"({in_one_line(error)}). Host this expert without checkpoint_dir."
         ) from error
+
+
+def tells_of_no_memory(error: Exception) -> bool:
+    """Whether there is none; torch's allocator of the CPU has no class of its own for that."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _changed(place: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

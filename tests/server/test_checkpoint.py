@@ -12,9 +12,12 @@ import grpc
 import pytest
 import safetensors.torch
 import torch
+import xxhash
 from click.testing import CliRunner
 
 from experts_server import ExpertsServer
+from experts_server.checkpoints.checkpoint import CheckpointFolder, _sealed
+from experts_server.checkpoints.snapshot import FORMAT, Snapshot
 from experts_server.command.cli import main
 from moe_autograd.errors import CheckpointError
 from moe_autograd.moe.experts import FeedForwardExpert
@@ -99,6 +102,53 @@ def test_only_the_last_generations_stay_and_nothing_else(tmp_path: Path) -> None
     ]
     files = {path.name for path in (tmp_path / "generation-00000006").iterdir()}
     assert files == {"manifest.json", "ffn.0.safetensors", "glu.0.safetensors"}
+
+
+KINDS = {
+    "weights.scalar": torch.tensor(2.0, dtype=torch.float64),
+    "weights.bools": torch.tensor([True, False, True]),
+    "weights.empty": torch.ones(0, 3),
+    "weights.complex": torch.full((3, 2), 1 + 2j, dtype=torch.complex64),
+    "weights.small": torch.arange(3).to(torch.float8_e5m2fnuz),
+    "weights.matrix": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+    "weights.count": torch.tensor([1, 2**63], dtype=torch.uint64),
+}
+
+
+def test_safetensors_reads_what_a_checkpoint_holds_of_each_kind_of_tensor(tmp_path: Path) -> None:
+    with CheckpointFolder(tmp_path) as folder:
+        folder.write([Snapshot(KINDS, {"expert": "e"})])
+        newest = folder.read_newest()
+    assert newest is not None
+    assert newest[1]["e"].plain == {"expert": "e"}
+    read = safetensors.torch.load_file(tmp_path / "generation-00000001" / "e.safetensors")
+    for found in (newest[1]["e"].tensors, read):
+        assert found.keys() == KINDS.keys()
+        for name, tensor in KINDS.items():
+            assert found[name].dtype == tensor.dtype
+            assert found[name].shape == tensor.shape
+            assert found[name].tolist() == tensor.tolist()
+
+
+def test_a_checkpoint_that_safetensors_itself_has_written_is_loaded(tmp_path: Path) -> None:
+    """As those of before are: their tensors lie in another order."""
+    with CheckpointFolder(tmp_path) as folder:
+        folder.write([Snapshot(KINDS, {"expert": "e"})])
+        file = tmp_path / "generation-00000001" / "e.safetensors"
+        with safetensors.safe_open(file, "pt") as ours:
+            content = safetensors.torch.save(KINDS, ours.metadata())
+        assert content != file.read_bytes()
+        file.write_bytes(content)
+        entry = {"file": file.name, "num_bytes": len(content), "xxh3_64": xxhash.xxh3_64_hexdigest(content)}
+        manifest = _sealed({"format": FORMAT, "generation": 1, "experts": {"e": entry}})
+        file.with_name("manifest.json").write_bytes(manifest)
+        newest = folder.read_newest()
+    assert newest is not None
+    assert newest[1]["e"].plain == {"expert": "e"}
+    found = newest[1]["e"].tensors
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        n: t.tolist() for n, t in KINDS.items()
+    }
 
 
 def test_two_servers_cannot_have_one_folder(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import resource
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -27,3 +28,15 @@ def full_disk() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
+@contextlib.contextmanager
+def little_memory(num_bytes: int) -> Iterator[None]:
+    """Within, this process gets no more than that many bytes on top of what it has."""
+    usual = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + num_bytes, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, usual)

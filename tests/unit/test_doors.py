@@ -140,6 +140,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "experts_server.locks",
         "experts_server.queues",
         "moe_autograd._contexts",
+        "moe_autograd.autograd",
         "moe_autograd.errors",
     ),
     "experts_server.serving": (

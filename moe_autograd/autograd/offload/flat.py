@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,9 @@ _NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
@@ -102,9 +104,10 @@ class Layout:
         in_order = sorted((field.start, name) for name, field in self.fields.items() if field.num_bytes)
         return [start for start, _ in in_order], [name for _, name in in_order]
 
-    def header(self) -> bytes:
-        """Return what a safetensors file has in front of the bytes."""
-        entries = {
+    def header(self, metadata: Mapping[str, str] | None = None) -> bytes:
+        """Return what a safetensors file has in front of the bytes; `metadata` is what it tells beside the tensors."""
+        entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+        entries |= {
             name: {
                 "dtype": _NAMES[field.dtype],
                 "shape": field.shape,
