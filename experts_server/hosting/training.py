@@ -158,6 +158,14 @@ class Trainer:
             GradientsLostError: they are no longer all there. Nothing was changed.
         """
         if self.training.update != "on_step":
+            if (
+                expected is not None and expected.at_least
+            ):  # of backwards that a server with another `update` took
+                raise GradientsLostError(
+                    f"expert {self.name!r}: expected the gradients of {expected.at_least} backwards, got none. The "
+                    f"server was restarted since, with update = {self.training.update!r}; nothing was changed. Call "
+                    "zero_grad and repeat forward and backward."
+                )
             return
         if self.gathered.pop_lost(client_id):
             raise GradientsLostError(

@@ -165,3 +165,32 @@ def test_a_server_that_returns_with_another_way_of_updating_loses_no_update(befo
                 experts["a"](torch.ones(1, 4)).sum().backward()
                 optimizer.step()
             torch.testing.assert_close(module.bias, bias - 2 * LR)
+
+
+@pytest.mark.parametrize("after", ["on_backward", "on_samples"])
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_gradients_gathered_for_a_step_are_lost_with_a_word_where_the_server_returns_without_steps(
+    after, is_saved, tmp_path
+):
+    module = torch.nn.Linear(4, 4)
+    config = ServingConfig(checkpoint_dir=tmp_path) if is_saved else ServingConfig()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(contextlib.ExitStack())
+        address = server.enter_context(ExpertsServer({"a": module}, optimizer=sgd, config=config)).address
+        optimizer = RemoteOptimizer(experts := stack.enter_context(connect(address)))
+        experts["a"](torch.ones(1, 4)).sum().backward()
+        server.close()
+        samples = 1 if after == "on_samples" else None
+        there = {"update": after, "samples_per_update": samples, "optimizer": sgd, "config": config}
+        server.enter_context(ExpertsServer({"a": module}, listen=address, **there))
+        bias = module.bias.detach().clone()
+        for _ in range(2):  # until `zero_grad`
+            with pytest.raises(
+                GradientsLostError, match=rf"of 1 backwards, got none.*{after}.* Call zero_grad"
+            ):
+                optimizer.step()
+        torch.testing.assert_close(module.bias, bias, rtol=0, atol=0)
+        optimizer.zero_grad()
+        experts["a"](torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(module.bias, bias - LR)
