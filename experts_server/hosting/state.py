@@ -13,6 +13,7 @@ from moe_autograd.errors import ConfigError, ExpertFailedError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.layouts import layout_of, mismatch, num_bytes
 from moe_autograd.wire.status import told
+from moe_autograd.wire.tensors import check_can_travel
 
 # So that a state that is slightly wrong is told what is wrong with it.
 SPARE_BYTES, SPARE_ENTRIES = 1 << 20, 64
@@ -36,6 +37,20 @@ def layout_of_expert(hosted: HostedExpert) -> pb.StateLayout:
 def copy_state(hosted: HostedExpert) -> dict[str, Tensor]:
     """Return a copy of the module's `state_dict`, on the CPU; entries that are no tensors are left out."""
     return {key: value.detach().cpu().clone() for key, value in _tensors(hosted).items()}
+
+
+def state_to_send(hosted: HostedExpert) -> dict[str, Tensor]:
+    """Return what `copy_state` returns.
+
+    Raises:
+        InvalidCallError: one of the tensors cannot travel.
+    """
+    for key, tensor in _tensors(hosted).items():
+        try:
+            check_can_travel(tensor)
+        except TypeError as error:
+            raise InvalidCallError(f"expert {hosted.name!r}, state of {key!r}: {error}") from error
+    return copy_state(hosted)
 
 
 def _tensors(hosted: HostedExpert) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from experts_server.budget import Budget
 from experts_server.configuration.config import ServingConfig
 from experts_server.hosting.calls import Expected, UpdateCall
 from experts_server.hosting.hosted import HostedExpert
-from experts_server.hosting.state import check_size, check_state, copy_state, layout_of_expert, load_state
+from experts_server.hosting.state import check_size, check_state, layout_of_expert, load_state, state_to_send
 from experts_server.queues.registry import Registry
 from experts_server.serving.doorway import EOF, Context, Doorway, Passing, only_message
 from experts_server.serving.security import Permission
@@ -194,7 +194,7 @@ class Service:
     async def _send_state(self, rpc: Passing, names: Sequence[str]) -> None:
         writer = ParcelWriter()
         for name in names:
-            state = _first(await self.registry.inspect([name], copy_state))
+            state = _first(await self.registry.inspect([name], state_to_send))
             writer.add(pb.StateUpdate(num_entries=len(state)))
             for key, tensor in state.items():
                 writer.add(pb.StateEntry(expert=name, key=key), [tensor])

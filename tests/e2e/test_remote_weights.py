@@ -216,6 +216,22 @@ class Counting(nn.Linear):
         self.count = state["count"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16], ids=str)
+def test_a_state_that_cannot_travel_is_refused_once_by_name(dtype, caplog):
+    odd = torch.nn.Linear(4, 4)
+    odd.register_buffer("table", torch.ones(4).to(dtype))
+    plain = torch.nn.Linear(4, 4)
+    with ExpertsServer({"odd": odd, "plain": plain}) as server, connect(server.address) as experts:
+        torch.testing.assert_close(experts["odd"](x := torch.ones(1, 4)), odd(x))
+        for fetch in (experts.state_dict, experts["odd"].state_dict):
+            with pytest.raises(InvalidCallError, match=rf"'odd', state of 'table': .* got {dtype}"):
+                fetch()
+        torch.testing.assert_close(dict(experts["plain"].state_dict()), dict(plain.state_dict()))
+    assert not [record for record in caplog.records if record.levelname == "ERROR"], (
+        "it is no failure of the server"
+    )
+
+
 def test_what_is_no_tensor_of_a_state_stays_where_it_is():
     module = Counting(4, 4)
     module.count = 3
