@@ -138,7 +138,7 @@ class MetricsEndpoint:
     """
 
     def __init__(self, host: str, port: int, collector: Collector) -> None:
-        registry = CollectorRegistry()
+        registry = CollectorRegistry(auto_describe=True)  # or `?name[]=` would find nothing
         registry.register(collector)
         ProcessCollector(registry=registry)
         try:

@@ -42,6 +42,17 @@ def samples(address: str) -> dict[tuple[str, ...], float]:
         return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
 
 
+def test_a_reader_may_ask_for_some_of_them() -> None:
+    config = ServingConfig(metrics_listen="127.0.0.1:0")
+    with ExpertsServer({"e": nn.Linear(D, D)}, config=config) as server, WireClient(server.address) as client:
+        client.forward("e", tokens(4, D))
+        names = ("experts_calls_total", "experts_compute_seconds_sum")
+        url = f"http://{server.metrics_address}/metrics?" + "&".join(f"name[]={name}" for name in names)
+        with urllib.request.urlopen(url, timeout=30) as reply:
+            families = text_string_to_metric_families(reply.read().decode())
+        assert {sample.name for family in families for sample in family.samples} == set(names)
+
+
 def test_metrics_count_calls_tokens_bytes_times_and_updates_by_expert() -> None:
     experts = {"ffn.0": FeedForwardExpert(D), "ffn.1": FeedForwardExpert(D)}
     config, began = ServingConfig(metrics_listen="127.0.0.1:0"), time.monotonic()
