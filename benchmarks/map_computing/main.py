@@ -210,6 +210,7 @@ SIZES = {
     "tiny, cells": Size(32, (8,), 32, 32, repeats=20, make=nn.GRUCell),
     "tiny, lambdas": Size(32, (8,), 32, 64, repeats=20, calls=lambdas),
     "tiny, functions": Size(32, (8,), 32, 64, repeats=20, make=Weights, calls=functions),
+    "tiny, attending": Size(8, (2, 16), 64, 256, repeats=5, make=transformer),
     "tiny images": Size(16, (2,), 4, 8, repeats=10, make=convolutions, image=(8, 8)),
     "small images": Size(8, (4,), 8, 16, repeats=10, make=convolutions, image=(16, 16)),
     "images": Size(8, (8,), 16, 32, repeats=3, make=convolutions, image=(32, 32)),

@@ -36,8 +36,9 @@ A call that raises ends them, as in the loop: hooks for saved tensors and modes 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ from moe_autograd._intraop import num_cores
 from moe_autograd._random import CallSeeds, own_streams, running
 from moe_autograd.autograd.arithmetic import Reading
 from moe_autograd.autograd.callees import Callees
+from moe_autograd.autograd.composed import COMPOSED
 from moe_autograd.autograd.known_arithmetic import is_torchs_own
 from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.recompute import Recompute
@@ -63,17 +65,29 @@ LEAST_LARGE = 1 << 30  # for each intra-op thread
 
 _WARN = frozenset([nn.LogSoftmax, nn.Softmax])  # of a missing `dim`, and of the line that called
 
-# What these are, and what they call in `forward`, to see whether somebody has put something else there.
-_FORWARDS = {kind: kind.forward for kind in ONLY_COMPUTE}
-_FUNCTIONAL = {
-    kind: [
-        (vars(module), name, called)
-        for module in (F, torch)
-        for name in forward.__code__.co_names
-        if callable(called := vars(module).get(name)) and not isinstance(called, type)
-    ]
-    for kind, forward in _FORWARDS.items()
+
+def _called_by(kind: type[nn.Module]) -> list[tuple[Mapping[str, Any], str, Any]]:
+    """Return what one of torch's modules calls in `forward`, and in its methods: where it is, its name, and itself."""
+    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    functions: list[Any] = [kind.forward, *_CALLED_BESIDES.get(kind, [])]
+    found: list[tuple[Mapping[str, Any], str, Any]] = []
+    for function in functions:  # which grows
+        for name in function.__code__.co_names:
+            of_torch = [(vars(module), name, vars(module).get(name)) for module in (F, torch)]
+            found += [one for one in of_torch if callable(one[2]) and not isinstance(one[2], type)]
+            base = next((base for base in bases if type(vars(base).get(name)) is FunctionType), None)
+            if base is not None and (method := vars(base)[name]) not in functions:
+                found.append((vars(base), name, method))
+                functions.append(method)
+    return found
+
+
+# What these are, and what they call, to see whether somebody has put something else there.
+_CALLED_BESIDES: Mapping[type[nn.Module], Sequence[Any]] = {
+    nn.MultiheadAttention: [F.multi_head_attention_forward]
 }
+_FORWARDS = {kind: kind.forward for kind in ONLY_COMPUTE}
+_FUNCTIONAL = {kind: _called_by(kind) for kind in ONLY_COMPUTE}
 _WERE_REPLACED = {
     kind
     for kind, forward in _FORWARDS.items()
@@ -215,7 +229,9 @@ def is_small(module: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Whether a call, with one intra-op thread, takes less time than a thread costs, and can neither wait nor draw."""
     size, kinds = None if any(_HOOKS_OF_ALL) else size_of(args), set[type[nn.Module]]()
     work = None if size is None else work_of(module, size, {}, kinds)
-    return work is not None and work.most <= MOST_SMALL and not work.draws and _compute_as_usual(kinds)
+    if work is None or work.most > MOST_SMALL or work.draws:
+        return False
+    return kinds.isdisjoint(COMPOSED) and _compute_as_usual(kinds)  # those are slow however small
 
 
 def is_watched(module: nn.Module) -> bool:

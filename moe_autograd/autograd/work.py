@@ -2,12 +2,12 @@
 
 Work is counted in multiply-adds of the forward; one core makes 2^20 of them in about 50 us, and their backward in 100.
 A forward that is read may also multiply rows with buffers, with rows, as attention does, or columns with columns; and
-it may call a part again in each round of a loop. Convolutions multiply at each position, not for each row (`spatial`).
+it may call a part again in each round of a loop. Convolutions multiply at each position, not for each row (`spatial`);
+embeddings, attention and recurrent layers do other work (`composed`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -16,6 +16,14 @@ from torch import Tensor, nn
 
 from moe_autograd.autograd.arithmetic import Reading, reading_of
 from moe_autograd.autograd.callees import Callee
+from moe_autograd.autograd.composed import (
+    COMPOSED,
+    PLAIN_DICTS,
+    SHARE,
+    draws_itself,
+    num_parameters_of,
+    rows_among,
+)
 from moe_autograd.autograd.known_arithmetic import METHODS
 from moe_autograd.autograd.readings import PLAIN
 from moe_autograd.autograd.spatial import SPATIAL, makes_no_more_positions, work_among
@@ -36,12 +44,12 @@ ONLY_COMPUTE: Mapping[type[nn.Module], int] = {
     **dict.fromkeys([nn.SiLU, nn.Sigmoid, nn.Softmax, nn.Softplus, nn.Softsign, nn.Tanh], 0),
     **dict.fromkeys(DROPOUTS, 0),
     **SPATIAL,
+    **COMPOSED,
 }
 
 # Those which may return what they are given, or a view of it.
 _PASS_ON = frozenset([*DROPOUTS, nn.Flatten, nn.Identity, nn.Unflatten])
-_HOLD_OTHERS = frozenset([nn.ModuleList, nn.Sequential])
-_PLAIN_DICTS = frozenset([dict, OrderedDict])  # others may fetch what is asked for
+_HOLD_OTHERS = frozenset([nn.ModuleList, nn.Sequential, *COMPOSED])
 
 
 class Size(NamedTuple):
@@ -52,6 +60,7 @@ class Size(NamedTuple):
         fewest_rows: of one of them.
         num_elements: of all together.
         width: of the widest.
+        longest: how many rows one has in one direction at most.
         is_here: whether they are on the CPU.
     """
 
@@ -59,6 +68,7 @@ class Size(NamedTuple):
     fewest_rows: int
     num_elements: int
     width: int
+    longest: int
     is_here: bool
 
 
@@ -84,8 +94,9 @@ def size_of(taken: Sequence[Any]) -> Size | None:
         width = shape[-1] if shape else 1
         num_elements = value.numel()
         num_rows = num_elements // max(1, width)
+        longest = max(shape[:-1]) if len(shape) > 2 else num_rows
         if size is None:
-            size = Size(num_rows, num_rows, num_elements, width, value.is_cpu)
+            size = Size(num_rows, num_rows, num_elements, width, longest, value.is_cpu)
         elif size.is_here != value.is_cpu:
             return None
         else:
@@ -94,6 +105,7 @@ def size_of(taken: Sequence[Any]) -> Size | None:
                 min(size.fewest_rows, num_rows),
                 size.num_elements + num_elements,
                 max(size.width, width),
+                max(size.longest, longest),
                 size.is_here,
             )
     return size
@@ -132,7 +144,7 @@ def work_of(
     """
     num_parameters = num_elsewhere = num_in_buffers = num_read = 0
     num_times = 1
-    draws = is_spatial = reshapes = takes_single_parts = False
+    draws = is_spatial = is_composed = reshapes = takes_single_parts = False
     is_read = True
     in_place: list[Any] = []
     parts: list[Any] = [module]
@@ -175,6 +187,11 @@ def work_of(
                 ):
                     return None
                 is_spatial = True
+            elif kind in COMPOSED:
+                count, is_composed = num_parameters_of(part), True
+                if count < 0:
+                    return None
+                draws = draws or draws_itself(part)
         own = part.__dict__
         if "forward" in own or "_call_impl" in own or "_modules" not in own:
             return None
@@ -188,7 +205,7 @@ def work_of(
         if count is not None and len(parameters) != count:
             return None
         if parameters:
-            if type(parameters) not in _PLAIN_DICTS:
+            if type(parameters) not in PLAIN_DICTS:
                 return None
             if count is None:
                 num_elsewhere -= num_parameters
@@ -200,7 +217,7 @@ def work_of(
             if count is None:
                 num_elsewhere += num_parameters
         if children := own["_modules"]:
-            if type(children) not in _PLAIN_DICTS:
+            if type(children) not in PLAIN_DICTS:
                 return None
             parts += children.values()
             if len(parts) > MOST_PARTS:
@@ -208,6 +225,13 @@ def work_of(
     if in_place and (takes_single_parts or not _changes_its_own(parts, in_place)):
         return None
     multiplied = 0
+    if is_composed:
+        if is_spatial or not size.is_here or (rows := rows_among(parts, size)) is None:
+            return None
+        num_parameters -= 0 if num_read else rows.num_tabled  # what is read may multiply by them, too
+        multiplied = rows.work
+        num_elsewhere = num_parameters
+        size = size._replace(num_rows=rows.num_rows, num_elements=rows.num_elements, width=rows.width)
     if is_spatial:  # how often weights are multiplied is not told by the rows, nor how seldom
         num_counted, multiplied = work_among(parts, size.num_elements)
         num_parameters -= num_counted
@@ -218,6 +242,8 @@ def work_of(
         widest = max(size.num_elements, size.width**2 if reshapes else 0)
         most = size.num_rows * max(num_parameters + num_in_buffers, widest * num_read)
         most = (multiplied + most) * num_times
+    if is_composed:
+        most *= SHARE
     return Work(least, most, draws, is_read)
 
 
