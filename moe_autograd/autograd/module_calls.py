@@ -52,7 +52,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -80,7 +80,7 @@ from moe_autograd.autograd.sleeping_hooks import Ends, sleeping_hooks
 from moe_autograd.autograd.split_backward import PendingWeightGradients, split_backward
 from moe_autograd.autograd.this_backward import on_this_thread
 from moe_autograd.autograd.turns import taken_turns
-from moe_autograd.autograd.upper_cuts import cuts_above, may_be_walked_again, without_what_is_passed_on
+from moe_autograd.autograd.upper_cuts import beside, cuts_above, may_walk_again, without_what_is_passed_on
 from moe_autograd.autograd.used_results import UsedResults
 from moe_autograd.autograd.walks import Edge, edge_of, leads, plain, walk
 
@@ -122,6 +122,7 @@ class ModuleCall(UsedResults):
     pasts: Sequence[Tensor] = ()  # in the places of inputs that it changed
     _pending: PendingWeightGradients | None = None  # of its leaves
     _meets_results = False  # whether its results lead to others of them
+    _beside: Set[Node | None] = frozenset()  # nodes of histories that nothing flows through (`upper_cuts`)
     walks_history = False  # whether its backward goes beyond a cut (`upper_cuts`)
     passed: Sequence[Passed] = ()  # results of the call whose backward it is, which are its last inputs
 
@@ -169,6 +170,8 @@ class ModuleCall(UsedResults):
         """
         first, self._first = self._first, None
         of_first = {} if first is None else results_of(first, first.passed)
+        if first is not None:
+            self._beside = first._beside | beside(first._upper, plain(first._ends), first.nodes())
         met, leaf_nodes, passed = self._walk(owners, of_first)
         while self._has_history:
             ends = met | {(node, 0) for node in leaf_nodes}
@@ -176,7 +179,7 @@ class ModuleCall(UsedResults):
             if not upper:
                 break
             self._shares_graph = self.walks_history = True  # the outer graph must find it unfreed
-            if may_be_walked_again(upper, ends):
+            if may_walk_again(upper, ends):
                 self._upper = upper
                 break
             self.cuts = [cut for cut in self.cuts if cut[0][:2] not in upper]
@@ -202,8 +205,7 @@ class ModuleCall(UsedResults):
     ) -> tuple[set[Edge], list[Node], set[Edge]]:
         """Return the cuts and the leaves where the inner graph ends, and what it goes through that is looked for."""
         stop_at = {edge[:2] for edge, _ in self.cuts}
-        met: set[Edge] = set()
-        passed: set[Edge] = set()
+        met, passed = set[Edge](), set[Edge]()
         leaf_nodes: list[Node] = []
         seen: set[Node] = set()
         to_visit = plain(self._edges)
@@ -218,7 +220,7 @@ class ModuleCall(UsedResults):
             if edge in stop_at:
                 met.add(edge)
                 continue
-            if node is None or node in seen:
+            if node is None or node in seen or node in self._beside:
                 continue
             seen.add(node)
             if type(node) is ACCUMULATE_GRAD:
@@ -238,14 +240,14 @@ class ModuleCall(UsedResults):
 
     def nodes(self) -> set[Node | None]:
         """Return the nodes of its inner graph."""
-        return {node for node, _ in walk(plain(self._edges), {*plain(self._ends)})}
+        return {node for node, _ in walk(plain(self._edges), {*plain(self._ends), *self._beside})}
 
     def _spend(self, grad_outputs: Tensors) -> None:
         """Let go of what a backward has freed, unless another one may still walk the graph of some result."""
         self._spent |= self._freed_by(grad_outputs)
         if len(self._spent) == len(grad_outputs):
             self._edges, self._ends, self.cuts, self.leaves, self.passed = [], [], [], [], ()
-            self._upper = ()
+            self._upper, self._beside = (), frozenset()
             self._of_maps.clear()
 
     def _freed_by(self, grad_outputs: Tensors) -> set[int]:

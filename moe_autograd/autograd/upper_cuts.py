@@ -11,12 +11,13 @@ the gradient of `y` on to `w` itself: whoever asks for it, or has a hook on it, 
 
 A history that does something when it is walked (trains an expert elsewhere, or one that is offloaded, or whatever a
 function of the user's does) must not be walked twice for nothing. There `y` is no cut: the call's own backward goes
-through it to the ends, and the outer graph does not.
+through it to the ends, and the outer graph does not. What `y` was computed from beside that, as a function's result,
+does not count: the engine goes only where it comes to an end that it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from typing import Any, cast
 
 from torch import Tensor
@@ -45,10 +46,33 @@ def cuts_above(cuts: Collection[Edge], ends: set[Edge]) -> list[Edge]:
     return sorted(upper, key=lambda edge: -sum(node in below[edge] for node, _ in upper))
 
 
-def may_be_walked_again(upper: Collection[Edge], ends: Collection[Edge]) -> bool:
+def may_walk_again(upper: Collection[Edge], ends: Collection[Edge]) -> bool:
     """Whether what lies between upper cuts and the other ends only computes gradients."""
+    return all(map(only_computes, between(upper, ends)))
+
+
+def between(upper: Collection[Edge], ends: Collection[Edge]) -> set[Node]:
+    """Return the nodes by which upper cuts lead on to the other ends, by whichever output: the engine marks nodes."""
     lower = set(ends).difference(upper)
-    return all(only_computes(node) for node, _ in walk(upper, lower))
+    above: dict[Node | None, list[Node]] = {}
+    for node in {node for node, _ in walk(upper, lower) if node}:
+        for below, _ in node.next_functions:
+            above.setdefault(below, []).append(node)
+    found = set[Node]()
+    to_visit: list[Node | None] = [node for node, _ in lower]
+    while to_visit:
+        new = [node for node in above.pop(to_visit.pop(), ()) if node not in found]
+        found.update(new)
+        to_visit += new
+    return found
+
+
+def beside(upper: Collection[Edge], ends: Collection[Edge], own: Set[Node | None]) -> Set[Node | None]:
+    """Return the nodes that upper cuts were computed by, up to the other ends, and that are none of the call's `own`.
+
+    A backward that makes a graph walks them twice, and takes one from the other: nothing flows on there.
+    """
+    return {node for node, _ in walk(upper, set(ends).difference(upper))} - own if upper else frozenset()
 
 
 def only_computes(node: Node | None) -> bool:

@@ -119,6 +119,80 @@ def trained_on_the_way(apply: Apply) -> Any:
     return x.grad, gathered
 
 
+class Squares(Function):
+    """A function of somebody's own; what it does may be done once a backward only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+class Twice(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 2 + grads[1] * 3
+
+
+def behind_functions(apply: Apply) -> tuple[Tensor, dict[str, Tensor]]:
+    """Calls that hold a tensor which a weight of theirs has made of tensors that functions have made."""
+    generator = torch.Generator().manual_seed(0)
+    x, u, w = (
+        torch.randn(3, 3, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3)
+    )
+    z = Squares.apply(x)  # type: ignore[no-untyped-call]
+    held = (z @ w).sin() + Squares.apply(u)  # type: ignore[no-untyped-call]
+    results = apply([lambda v: v @ w + held.sin(), lambda v: (v @ w) * held], [(u,), (x,)])
+    return loss_of(results) + (z / 2).sum(), {"x": x, "u": u, "w": w, "z": z, "h": held}
+
+
+def asked_behind_functions(names: str) -> Callable[[Apply], Any]:
+    def program(apply: Apply) -> Any:
+        loss, tensors = behind_functions(apply)
+        return torch.autograd.grad(loss, [tensors[name] for name in names])
+
+    return program
+
+
+def higher_behind_functions(first: str, then: str) -> Callable[[Apply], Any]:
+    def program(apply: Apply) -> Any:
+        loss, tensors = behind_functions(apply)
+        asked, wanted = ([tensors[name] for name in names] for names in (first, then))
+        grads = torch.autograd.grad(loss, asked, create_graph=True)
+        grads = torch.autograd.grad(sum(grad.sin().sum() for grad in grads), wanted, create_graph=True)
+        return grads, torch.autograd.grad(sum(grad.sin().sum() for grad in grads), wanted)
+
+    return program
+
+
+def trained_above(apply: Apply) -> Any:
+    x, w = (torch.linspace(low, 1, 4, dtype=torch.float64, requires_grad=True) for low in (0, -1))
+    y = Trains.apply(x)  # type: ignore[no-untyped-call]
+    held = (y * w).sin()
+    loss_of(apply([lambda v: v * w + held, lambda v: (v + w).sin() * held], [(x,), (y,)])).backward()
+    gathered, Trains.gathered = Trains.gathered, []
+    return x.grad, w.grad, gathered
+
+
+def trained_between_two_results_of_a_function(apply: Apply) -> Any:
+    """The engine goes on to a function, whichever of its results it is asked for."""
+    x = torch.linspace(0, 1, 4, dtype=torch.float64, requires_grad=True)
+    one, other = Twice.apply(x)  # type: ignore[no-untyped-call]
+    held = Trains.apply(other).sin()  # type: ignore[no-untyped-call]
+    loss_of(apply([lambda v: v * held + one, lambda v: (v + one).sin()], [(x.detach(),), (x,)])).backward()
+    gathered = torch.stack(Trains.gathered).sum(0)
+    Trains.gathered.clear()
+    return x.grad, gathered
+
+
 def of_second_order(apply: Apply) -> Any:
     results, tensors = made(apply)
     grads = torch.autograd.grad(loss_of(results), list(tensors.values()), create_graph=True)
@@ -141,7 +215,14 @@ def of_second_order(apply: Apply) -> Any:
             freed,
             sparse,
             trained_on_the_way,
+            trained_above,
+            trained_between_two_results_of_a_function,
             of_second_order,
+        ),
+        *map(asked_behind_functions, ("z", "h", "w", "zw", "xuzh")),
+        *(
+            higher_behind_functions(*names)
+            for names in (("xw", "z"), ("z", "z"), ("xuwz", "xuwzh"), ("u", "xzh"))
         ),
     ],
 )
