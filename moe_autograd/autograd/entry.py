@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
@@ -347,7 +348,9 @@ def entered_again(values: Sequence[Any]) -> Iterator[list[Any]]:
         if isinstance(value, Tensor) and is_entry(value.grad_fn) and value._backward_hooks is None:
             hooks = value.grad_fn.hooks.again()  # type: ignore[union-attr]
             all_hooks.append(hooks)
-            entered[place] = _alias(value, anchor, hooks)
+            # `torch.vmap` around the backward would want a rule of the entry; what was saved is of no transform.
+            with temporarily_clear_interpreter_stack():
+                entered[place] = _alias(value, anchor, hooks)
     try:
         yield entered
     finally:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.functional import hessian, jacobian
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
@@ -207,6 +208,32 @@ def test_pytorchs_checkpoint_refuses_to_run_again_under_vmap_as_well() -> None:
 
     with pytest.raises(RuntimeError, match="have different metadata"):
         penalty_on_a_jacobian(checkpointed, by_vmap)
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize(
+    "saving",
+    [save_on_cpu, lambda: saved_tensors_hooks(Tensor.clone, lambda t: t)],
+    ids=["on the CPU", "as clones"],
+)
+def test_a_forward_runs_again_under_vmap_what_was_saved_by_hooks(saving: Any, is_leaf: bool) -> None:
+    def checkpointed(modules: Any, inputs: Any) -> Any:
+        return [checkpoint(m, *x, use_reentrant=False) for m, x in zip(modules, inputs, strict=True)]
+
+    def program(apply: MapFunction) -> Any:
+        modules, x = seeded()
+        rows = x.detach().view(1, 3).requires_grad_()
+        taken = rows if is_leaf else rows.sin()
+        with saving():
+            y = sum(apply(modules, [(taken,)] * 2))
+        wanted = [rows, *weights_of(modules)]
+        of_one = functools.partial(torch.autograd.grad, y, wanted, retain_graph=True)
+        basis = torch.eye(3, dtype=torch.float64).view(3, 1, 3)
+        return values(*torch.vmap(lambda factor: torch.vmap(lambda one: of_one(one * factor))(basis))(basis))
+
+    mapped = functools.partial(parallel_apply, recompute=True)
+    said = assert_same_program(program, native_apply=checkpointed, mapped_apply=mapped, tolerance=PARTS)
+    assert not isinstance(said, Raised), said
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
