@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import (
     CheckpointError,
     CheckpointPolicy,
@@ -261,6 +262,23 @@ def test_hooks_on_an_input_see_the_whole_gradient_once_for_each_run_as_under_che
     assert recomputed[0] == pytest.approx(in_a_loop[0])
     assert len(recomputed[0]) == 8
     assert_same(recomputed[1], in_a_loop[1])
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_under_saved_tensor_hooks_too_hooks_on_an_input_run_once_for_each_run(is_leaf: bool) -> None:
+    """`checkpoint` loses what its second run puts on a leaf: it has a copy."""
+
+    def call(x: Tensor) -> Tensor:
+        x.register_hook(lambda grad: grad / 2)
+        return x.sin()
+
+    halved = []
+    for apply in (one_after_another_checkpointed, functools.partial(parallel_apply, recompute=True)):
+        x = torch.zeros(3, requires_grad=True)
+        with save_on_cpu():
+            (result,) = apply([call], [(x if is_leaf else x * 1,)])
+        halved.append(torch.autograd.grad(result.sum(), x)[0].tolist())
+    assert halved == [[0.5 if is_leaf else 0.25] * 3, [0.25] * 3]
 
 
 @pytest.mark.usefixtures("no_gc")
