@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -207,6 +207,18 @@ def test_reentrant_checkpoints() -> None:
     output = in_call(lambda x: checkpoint(torch.sin, x, use_reentrant=True), leaf())
     with pytest.raises(RuntimeError, match="you can either set use_reentrant=False"):
         output.sum().backward()
+
+
+@of("its second run makes these as well, and what they add to running statistics comes twice")
+@pytest.mark.parametrize(("call", "expected"), [(parallel_apply, [2, 2, 2]), (in_loop, [2, 1, 1])])
+def test_checkpoints_around_calls_that_save_nothing(call: Callable[..., Any], expected: list[int]) -> None:
+    norms = [nn.BatchNorm1d(2), *[nn.BatchNorm1d(2).requires_grad_(False) for _ in range(2)]]
+
+    def make_all(x: Tensor) -> Tensor:
+        return torch.stack(call(norms, [(x,)] * 3))
+
+    checkpoint(make_all, torch.ones(3, 2), use_reentrant=False).sum().backward()
+    assert [int(norm.num_batches_tracked) for norm in norms] == expected
 
 
 @of("hooks run in the order in which results got their first one, in a loop those of the last result first")
