@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -183,6 +185,42 @@ def test_hooks_of_the_call_on_its_result() -> None:
         y.register_hook(seen.append)
         assert torch.autograd.grad(y.sum(), y)[0].tolist() == [expected] * 2
         assert seen[0].tolist() == [expected] * 2
+
+
+def shared_trunk(call: Callable[..., Any]) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
+    """Return a leaf, what was computed from it, and what makes a loss by a call that holds what its weight has made."""
+    x, weight = leaf(), leaf()
+    middle = x.sin()
+    trunk = Doubles.apply(middle * weight)
+    return (
+        x,
+        middle,
+        lambda: call([lambda v: v * weight + trunk.sin(), torch.sin], [(leaf(),), (leaf(),)])[0].sum(),
+    )
+
+
+@of("and so do `torch.autograd.grad` and `backward(inputs=)` for what it was computed from, but for leaves")
+def test_what_a_tensor_in_a_closure_was_computed_from() -> None:
+    found = []
+    for call in (parallel_apply, in_loop):
+        x, middle, make = shared_trunk(call)
+        loss = make() + middle.sum()
+        found.append([torch.autograd.grad(loss, one, retain_graph=True)[0] for one in (x, middle)])
+    (of_x, of_middle), expected = found
+    torch.testing.assert_close(of_x, expected[0])
+    assert of_middle.tolist() == [1.0, 1.0] != expected[1].tolist()
+
+
+@of(
+    "a backward through a map that was made on another thread than that tensor, may say that the graph is freed"
+)
+def test_a_map_on_another_thread_than_a_tensor_in_a_closure() -> None:
+    for is_other in (False, True):
+        _, middle, make = shared_trunk(parallel_apply)
+        with ThreadPoolExecutor(1) as other:
+            loss = other.submit(make).result() if is_other else make()
+        with pytest.raises(RuntimeError, match="a second time") if is_other else nullcontext():
+            (loss + middle.sin().sum()).backward()
 
 
 @of("**A backward that a call starts itself** ends at the call's inputs")
