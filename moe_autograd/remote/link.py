@@ -4,7 +4,8 @@ A server that does not answer a ping for 0.9 s counts as frozen. But on a slow l
 megabytes in the system's buffers: from here both look alike. So each time this happens the next connection waits some
 four times as long, up to 16 s, and after `_CALM_S` without it we are quick again.
 
-Mutable state: the stubs and what goes with them, replaced under `_lock`; an RPC keeps those it began with.
+Mutable state: the stubs and what goes with them, replaced under `_lock` and out of the reach of Ctrl-C; an RPC keeps
+those it began with.
 
 Threads: any number may call at once.
 """
@@ -19,6 +20,7 @@ from typing import Any, cast
 import grpc
 from grpc.experimental import ChannelOptions
 
+from moe_autograd._interrupts import uninterrupted
 from moe_autograd.remote.security import Certificates
 from moe_autograd.wire.addresses import host_of, in_certificate
 from moe_autograd.wire.methods import BOTH_STREAM, REPLY_STREAM, REQUEST_STREAM, UNARY, path
@@ -89,20 +91,20 @@ class Link:
     def stubs(self) -> Stubs:
         """Return what begins RPCs now."""
         if self._slow_at + _CALM_S < time.monotonic() and self._ping_timeout_ms != _PING_TIMEOUTS_MS[0]:
-            with self._lock:
+            with uninterrupted(), self._lock:
                 self._reconnect(_PING_TIMEOUTS_MS[0])
         return self._stubs
 
     def call_by(self, authority: str) -> None:
         """Call the server by another name from now on; RPCs under way go on under the one before."""
-        with self._lock:
+        with uninterrupted(), self._lock:
             if self.is_open and authority != self.authority:
                 self.authority = authority
                 self._stubs = self._connect()
 
     def note_failure(self, details: str) -> None:
         """Learn from what gRPC says of an RPC that failed: how long this link takes, what certificates there are."""
-        with self._lock:
+        with uninterrupted(), self._lock:
             credentials = None if self.certificates is None else self.certificates.now()
             if self.is_open and credentials is not self._credentials:
                 self._credentials = credentials

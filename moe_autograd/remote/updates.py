@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from moe_autograd._interrupts import unwinding
+from moe_autograd._interrupts import uninterrupted, unwinding
 from moe_autograd.errors import CorruptDataError, RemoteError
 from moe_autograd.remote.asking import ask
 from moe_autograd.remote.calls import without_name
@@ -220,7 +220,7 @@ class Updates:
     def _move_gathered(self, address: str, own: dict[str, _Gathered]) -> dict[str, dict[str, _Gathered]]:
         """Expect gradients of experts that have moved where those are now: their server knows whether it has them."""
         moved: dict[str, dict[str, _Gathered]] = {}
-        with self._lock:
+        with uninterrupted(), self._lock:  # or gradients would be expected nowhere
             for new, names in self._delivery.finding.moved(address, own).items():
                 moved[new] = {name: own[name] for name in names}
                 for name in names if new != address else ():

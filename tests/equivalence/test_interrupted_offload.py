@@ -35,7 +35,7 @@ def together(experts: OffloadedExperts, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("call_all", "options", "every"),
-    [(one_by_one, {}, 17), (together, {}, 17), (together, {"num_microbatches": 2}, 41)],
+    [(one_by_one, {}, 29), (together, {}, 29), (together, {"num_microbatches": 2}, 97)],
     ids=["one by one", "together", "in micro-batches"],
 )
 def test_a_step_after_ctrl_c_is_the_same(
@@ -58,7 +58,7 @@ def test_a_step_after_ctrl_c_is_the_same(
         for point in interrupted_everywhere(step, every=every):
             num_points += 1
             torch.testing.assert_close(step(), expected, msg=lambda text, at=point: f"{at}: {text}")
-        assert num_points > 200
+        assert num_points > 100
 
 
 def test_a_step_in_which_a_handler_of_ctrl_c_copies_weights_is_the_same(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
+from moe_autograd import _interrupts
 from moe_autograd.remote import link
 from moe_autograd.remote.link import Link
+from tests.support.interrupting import interrupted_everywhere
 
 MISSED = "Stream removed (ping timeout)"
 
@@ -94,3 +96,20 @@ def test_one_that_is_closed_connects_no_more(to_server, clock, made):
     to_server.call_by("b.example:1")
     to_server.stubs()
     assert len(made) == 2
+
+
+def test_after_ctrl_c_the_connection_is_under_the_name_and_with_the_patience_that_are_noted(
+    to_server, clock, made
+):
+    def change_all() -> None:
+        to_server.call_by(f"{clock.now_s}.example:1")
+        to_server.note_failure(MISSED)
+
+    num_points = 0
+    for point in interrupted_everywhere(change_all, within=[link, _interrupts]):
+        num_points += 1
+        noted = to_server.authority, to_server._ping_timeout_ms
+        assert (made[-1]["grpc.default_authority"], made[-1]["grpc.http2.ping_timeout_ms"]) == noted, point
+        clock.now_s += 100
+        to_server.stubs()  # quick again
+    assert num_points > 10
