@@ -10,7 +10,7 @@ Begin with `parallel`, which draws the three steps of a map. The first line of e
     results from results    computed_from, used_results, uses, used_elsewhere
     gradients of gradients  passed, batched
     one node for all calls  join, joined, left, histories, this_backward, boxed, grad_dtypes, accumulating, sums
-    what calls hold         closures, in_modules, in_objects, reaching, compiled, ranks, escaped, inlet, anchors
+    what calls hold         closures, in_modules, in_objects, leaves, reaching, compiled, ranks, escaped, inlet, anchors
     what calls name         named, telling, lookups
     walks over a graph      walks, deep
     what calls share        turns, watched, changes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextvars
 import functools
+import itertools
 import types
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -12,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from moe_autograd.autograd.compiled import is_compiled
 from moe_autograd.autograd.in_modules import held_by_module
 from moe_autograd.autograd.in_objects import HOLDS_NOTHING, attributes_of
+from moe_autograd.autograd.leaves import LookedThrough, leaves_of
 from moe_autograd.autograd.named import telling_names
 from moe_autograd.autograd.ranks import are_for_one_call
 from moe_autograd.autograd.reaching import (
@@ -29,7 +30,6 @@ from moe_autograd.autograd.reaching import (
     has_history,
 )
 
-_PLAIN = (Tensor, int, float, type(None))  # arguments, mostly
 _CALL = "__call__"  # which callables that are no functions may have
 _SEQUENCES: Any = (list, tuple, set, frozenset, collections.deque)
 _ITERATE: dict[type, Any] = {dict: dict.values, **{kind: kind.__iter__ for kind in _SEQUENCES}}
@@ -45,16 +45,21 @@ class LooseCut(NamedTuple):
     tensor: Tensor
 
 
-def look_into(call: object, args: Iterable[object] = (), known: Known | None = None) -> Held:
+def look_into(
+    call: object,
+    args: Iterable[object] = (),
+    known: Known | None = None,
+    leaves: LookedThrough | None = None,
+) -> Held:
     """Return what a callable holds, and what objects among its arguments hold that are no pytrees.
 
     It is looked for in its closure, its bound arguments, and what these lead to: containers, attributes, modules,
     context variables; nearest first. Every call of a map asks, and the objects that a callable leads to may be a whole
     program: so there is a bound, and of the globals that a function names only `_FOLLOWED_BY_NAME` are followed, and
-    functions of the same file. What modules hold is `known` from call to call.
+    functions of the same file. What modules hold is `known` from call to call, and so are the `leaves` of containers.
     """
     own = Held() if known is None else Held(known=known)
-    objects = _objects_among(args)
+    objects = _objects_among(args, {} if leaves is None else leaves)
     modules = [value for value in (call, *objects) if isinstance(value, torch.nn.Module)]
     found = [tensor for module in modules for tensor in held_by_module(module, own)]
     seen = set(map(id, modules))
@@ -92,10 +97,9 @@ def _held_by_all(values: Iterable[object], seen: set[int], own: Held) -> list[Te
     return found
 
 
-def _objects_among(args: Iterable[object]) -> list[object]:
-    if all(isinstance(value, _PLAIN) for value in args):
-        return []
-    return [leaf for leaf in tree_leaves(args) if not isinstance(leaf, (Tensor, *HOLDS_NOTHING))]
+def _objects_among(args: Iterable[object], known: LookedThrough) -> list[object]:
+    leaves = itertools.chain.from_iterable([leaves_of(value, known) for value in args])
+    return [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *HOLDS_NOTHING))]
 
 
 def _cuts(found: Iterable[Tensor]) -> list[Cut]:

@@ -24,13 +24,14 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge, Node
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from moe_autograd._contexts import contextmanager
 from moe_autograd._random import running
 from moe_autograd._streams import accelerator_in_use, as_on_lane
 from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, declare, differs, to_declare
 from moe_autograd.autograd.in_objects import makes_itself, notes_on, put_on
+from moe_autograd.autograd.leaves import LookedThrough, leaves_of
 from moe_autograd.autograd.runs import Map
 from moe_autograd.autograd.uncompiled import left_alone
 from moe_autograd.autograd.walks import gradient_edge, walk
@@ -87,30 +88,34 @@ def past(tensor: Tensor) -> Tensor:
         return cast(Tensor, _Past.apply(tensor))  # type: ignore[no-untyped-call]
 
 
-def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flat:
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any], known: LookedThrough | None = None) -> Flat:
     """Flatten the arguments of a call; most calls take tensors alone, and need no pytree.
 
     A container in which nothing requires a gradient is not taken apart: what a call puts into it reaches its caller.
     """
     if not kwargs and all(type(value) is Tensor for value in args):
         return list(args), None
-    return tree_flatten((args, kwargs), is_leaf=is_not_taken_apart)
+    own: LookedThrough = {}
+    flat = tree_flatten((args, kwargs), is_leaf=not_taken_apart(own if known is None else known))
+    own.clear()
+    return flat
 
 
-def is_not_taken_apart(value: object) -> bool:
-    """Whether a value is a leaf of what a call takes or returns: it stays, or only its class could make it again."""
-    return stays_as_it_is(value) or makes_itself(value)
+def not_taken_apart(known: LookedThrough) -> Callable[[object], bool]:
+    """Return what tells of a value of what calls take or return whether it is a leaf of that.
 
+    It stays, as nothing in it requires a gradient, or only its class could make it again. `known` is to be cleared
+    afterwards: `tree_flatten` leaves a cycle, which leads to it.
+    """
 
-def stays_as_it_is(value: object) -> bool:
-    """Whether nothing in a value requires a gradient."""
-    kind = type(value)
-    if isinstance(value, Tensor):
-        return not value.requires_grad
-    if kind is dict or kind is tuple or kind is list:
-        values: Any = [*value.values()] if kind is dict else value  # type: ignore[attr-defined]
-        return all(map(stays_as_it_is, values))
-    return all(not isinstance(leaf, Tensor) or not leaf.requires_grad for leaf in tree_leaves(value))
+    def is_leaf(value: object) -> bool:
+        if isinstance(value, Tensor):
+            return not value.requires_grad
+        leaves = leaves_of(value, known)
+        stays = not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        return stays or makes_itself(value)
+
+    return is_leaf
 
 
 def is_alias_of(node: Node | None, tensor: Tensor) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils._pytree import TreeSpec, is_structseq_class, tree_flatten
 
+from moe_autograd.autograd.leaves import PLAIN_VALUES
 from moe_autograd.autograd.reaching import at_once, has_history
 
 HOLDS_NOTHING = (
@@ -48,13 +49,10 @@ _NOT_LOOKED_INTO = (
 )
 # Read at once, as other threads may change them meanwhile.
 _ITEMS: dict[Any, Callable[[Any], Iterable[tuple[Any, Any]]]] = {
-    dict: lambda held: _with_more_than_plain(at_once(dict.items, held)),
-    list: lambda held: _with_more_than_plain(enumerate(tuple(list.__iter__(held)))),
-    collections.deque: lambda held: _with_more_than_plain(
-        enumerate(at_once(collections.deque.__iter__, held))
-    ),
+    dict: lambda held: [] if _are_plain(at_once(dict.values, held)) else at_once(dict.items, held),
+    list: lambda held: _numbered(tuple(list.__iter__(held))),
+    collections.deque: lambda held: _numbered(at_once(collections.deque.__iter__, held)),
 }
-_PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
 _OF_PYTHON = (types.GetSetDescriptorType, types.MemberDescriptorType)  # descriptors
 _MOST_LOOKED_INTO = 4096  # objects; what a call returns may lead to a whole program
 
@@ -97,7 +95,11 @@ def attributes_of(value: object) -> list[Place]:
     own = next((kind.__dict__["__dict__"] for kind in kinds if "__dict__" in kind.__dict__), None)
     # Python's own; a class may define another, and one of an extension return no dict.
     if isinstance(own, _OF_PYTHON) and isinstance(held_by := own.__get__(value), dict):
-        found += [Place(dict.__setitem__, held_by, name, held) for name, held in _ITEMS[dict](held_by)]
+        found += [
+            Place(dict.__setitem__, held_by, name, held)
+            for name, held in _ITEMS[dict](held_by)
+            if type(held) not in PLAIN_VALUES
+        ]
     for kind in kinds:
         for slot in kind.__dict__.values() if "__slots__" in kind.__dict__ else ():
             if isinstance(slot, types.MemberDescriptorType):
@@ -183,19 +185,28 @@ def _places_in(holder: Any) -> list[Place]:
     places = [] if type(holder) in _ITEMS else attributes_of(holder)
     for kind, items in _ITEMS.items():
         if _is(holder, kind):
-            places += [Place(kind.__setitem__, holder, key, held) for key, held in items(holder)]
+            places += [
+                Place(kind.__setitem__, holder, key, held)
+                for key, held in items(holder)
+                if type(held) not in PLAIN_VALUES
+            ]
     return places
 
 
-def _with_more_than_plain(items: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    return [item for item in items if type(item[1]) not in _PLAIN]  # a vocabulary has very many others
+def _numbered(values: tuple[Any, ...]) -> Iterable[tuple[int, Any]]:
+    return [] if _are_plain(values) else enumerate(values)
+
+
+def _are_plain(values: Iterable[object]) -> bool:
+    return PLAIN_VALUES.issuperset(map(type, values))  # a vocabulary has very many
 
 
 def _out_of_tuples(value: object) -> Sequence[Any]:
     """Return what is in nested tuples, which cannot be changed, and those with attributes; anything else as it is."""
     if not _is(value, tuple):
         return (value,)
-    found = [one for held in tuple.__iter__(cast(Any, value)) for one in _out_of_tuples(held)]
+    inner = tuple(tuple.__iter__(cast(Any, value)))
+    found = [] if _are_plain(inner) else [one for held in inner for one in _out_of_tuples(held)]
     return found if type(value) is tuple else [*found, value]
 
 

@@ -59,7 +59,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from moe_autograd._streams import accelerator_in_use
 from moe_autograd.autograd.accumulating import Wanted, add_where_possible
@@ -69,6 +69,7 @@ from moe_autograd.autograd.deep import note_seen
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.entry import Flat, is_alias_of, past
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors, has_missing
+from moe_autograd.autograd.leaves import leaves_of
 from moe_autograd.autograd.module_results import changed_of, refuse_lost
 from moe_autograd.autograd.ordered_hooks import Box
 from moe_autograd.autograd.passed import Passed, results_of, seen_outside
@@ -156,8 +157,7 @@ class ModuleCall(UsedResults):
         self._take_results(returned, given, outer_of, changed)
         if spec is not None:
             known = {*map(id, inner), *outer_of, *self._places}
-            left = tree_leaves((inner_args, inner_kwargs), is_leaf=lambda value: id(value) in known)
-            refuse_lost(left, known)
+            refuse_lost(leaves_of((inner_args, inner_kwargs), dict.fromkeys(known, (None, []))), known)
         if changed:
             self._take_changed(changed)
 

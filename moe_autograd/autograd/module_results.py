@@ -23,10 +23,11 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from moe_autograd._ambient import refuse_tangents
 from moe_autograd.autograd.borders import is_python
 from moe_autograd.autograd.changes import base_of, look_at_history
-from moe_autograd.autograd.entry import is_entry, is_not_taken_apart, refuse_strided_nested
+from moe_autograd.autograd.entry import is_entry, not_taken_apart, refuse_strided_nested
 from moe_autograd.autograd.grad_dtypes import GradDtypes, to_declare
 from moe_autograd.autograd.in_objects import InObjects, holder_in, notes_on, put_on, taken_apart
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
+from moe_autograd.autograd.leaves import LookedThrough
 from moe_autograd.autograd.reaching import Cut, has_history
 from moe_autograd.autograd.result_hooks import RetainWithin, See, Within, begun_with, joined_by
 from moe_autograd.autograd.walks import edge_of, gradient_edge, leads, plain, walk
@@ -202,7 +203,9 @@ class CallResults:
         self._is_list = type(returned) is list and all(type(value) is Tensor for value in returned)
         if self._is_list or isinstance(returned, Tensor):
             return list(returned) if self._is_list else [returned]
-        values, self._spec = taken_apart(returned, is_not_taken_apart)
+        known: LookedThrough = {}
+        values, self._spec = taken_apart(returned, not_taken_apart(known))
+        known.clear()
         return values
 
     def _view_of_changed(self, value: Tensor, changed: Sequence[tuple[Tensor, Tensor]]) -> _View | None:

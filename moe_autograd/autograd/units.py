@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
-from torch.utils._pytree import tree_leaves
 
 from moe_autograd._random import running
 from moe_autograd._streams import accelerator_in_use, use_here
@@ -22,6 +21,7 @@ from moe_autograd.autograd.grouping import Unit, around
 from moe_autograd.autograd.in_modules import NOT_MADE_YET
 from moe_autograd.autograd.in_objects import HOLDS_NOTHING, tensors_in_objects, with_tensors_in_objects
 from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
+from moe_autograd.autograd.leaves import LookedThrough, leaves_of
 from moe_autograd.autograd.module_calls import Planned
 from moe_autograd.autograd.named import functions_within, globals_of
 from moe_autograd.autograd.ranks import are_for_one_call, has_other_ranks
@@ -51,9 +51,11 @@ def run_units(
         defer_weight_grads: whether weight gradients may be computed later, where that can be.
     """
     known: Known = {}
-    held = [_held_by(unit, modules, known) for unit in units]
-    flat = [flatten(unit.args, unit.kwargs) for unit in units]
-    others = tree_leaves([values for values, spec in flat if spec is not None])  # than plain tensors
+    leaves: LookedThrough = {}
+    held = [_held_by(unit, modules, known, leaves) for unit in units]
+    flat = [flatten(unit.args, unit.kwargs, leaves) for unit in units]
+    others = leaves_of([values for values, spec in flat if spec is not None], leaves)  # than plain tensors
+    leaves.clear()  # calls may change their containers
     if are_for_one_call(others) or any(own.talks or own.sets for own in held):
         max_concurrency, defer_weight_grads = 1, False
     if accelerator_in_use() is not None and any(map(_is_jagged, others)):
@@ -109,9 +111,9 @@ def _drawing_as(position: int, call: Callable[..., Any], /, *args: Any, **kwargs
     return call(*args, **kwargs)
 
 
-def _held_by(unit: Unit, modules: Sequence[Any], known: Known) -> Held:
+def _held_by(unit: Unit, modules: Sequence[Any], known: Known, leaves: LookedThrough) -> Held:
     if not unit.is_group:
-        held = look_into(unit.call, (*unit.args, *unit.kwargs.values()), known)
+        held = look_into(unit.call, (*unit.args, *unit.kwargs.values()), known, leaves)
         held.note(CHANGING & SURE & unit.kwargs.keys())
         return held
     # Of a group the modules with buffers that it calls here; what else it holds is its own business.
@@ -124,7 +126,8 @@ def must_be_in_turn(func: type[Function], args_per_call: Sequence[Sequence[Any]]
     """Whether calls of an autograd function may not run side by side: for a tensor, or for a reason of `named`."""
     taken = [*itertools.chain.from_iterable(args_per_call)]
     if not _HOLD_NOTHING.issuperset(map(type, taken)):
-        held = [tensor for _, tensor in tensors_in_objects(taken)]
+        once = {id(one): one for one in taken}.values()  # mostly all calls take the same vocabulary
+        held = [tensor for _, tensor in tensors_in_objects(once)]
         if are_for_one_call([*taken, *held]):
             return True
     telling = globals_of(func, func.forward).telling
