@@ -28,7 +28,9 @@ from moe_autograd.autograd.known_arithmetic import METHODS
 from moe_autograd.autograd.readings import PLAIN
 from moe_autograd.autograd.spatial import SPATIAL, makes_no_more_positions, work_among
 
-MOST_PARTS = 1 << 9  # one may lead back to what it is a part of, and looking through them would not end
+# Of more than that at least every other is to be another one: one may lead back to what it is a part of, and looking
+# through them would not end.
+MOST_PARTS = 1 << 9
 
 DROPOUTS = frozenset(
     [nn.AlphaDropout, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout]
@@ -143,7 +145,7 @@ def work_of(
     caller is to look at.
     """
     num_parameters = num_elsewhere = num_in_buffers = num_read = 0
-    num_times = 1
+    num_times, most_parts = 1, MOST_PARTS
     draws = is_spatial = is_composed = reshapes = takes_single_parts = False
     is_read = True
     in_place: list[Any] = []
@@ -220,8 +222,10 @@ def work_of(
             if type(children) not in PLAIN_DICTS:
                 return None
             parts += children.values()
-            if len(parts) > MOST_PARTS:
-                return None
+            if len(parts) > most_parts:
+                most_parts = 2 * len({*map(id, parts)})
+                if len(parts) > most_parts:
+                    return None
     if in_place and (takes_single_parts or not _changes_its_own(parts, in_place)):
         return None
     multiplied = 0

@@ -50,6 +50,26 @@ def test_built_in_modules_are_called_in_turn(make: Callable[[], nn.Module]) -> N
     )
 
 
+@pytest.mark.parametrize("num_layers", [150, 200, 2000])
+def test_modules_of_very_many_small_parts_are_called_in_turn(num_layers: int) -> None:
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(num_layers)]
+    assert is_made_in_turn(nn.Sequential(*layers), torch.randn(1, 4))
+
+
+@pytest.mark.parametrize("num_layers", [1, 300])
+def test_what_leads_back_to_what_it_is_a_part_of_gets_a_thread(num_layers: int) -> None:
+    module = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(num_layers)])
+    module.get_submodule("0").add_module("whole", module)
+    assert not is_made_in_turn(module, torch.randn(1, 4))
+
+
+def test_what_is_a_part_again_and_again_gets_a_thread() -> None:
+    module = expert()
+    for _ in range(30):  # so it has a milliard parts, each of which would be looked at
+        module = nn.Sequential(module, module)
+    assert not is_made_in_turn(module)
+
+
 def one_part_in_two_places() -> nn.Module:
     part = expert()
     return nn.Sequential(part, part)
