@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from moe_autograd.autograd.compiled import is_compiled
+from moe_autograd.autograd.leaves import PLAIN_VALUES
 from moe_autograd.autograd.named import globals_of
 from moe_autograd.autograd.ranks import (
     are_for_one_call,
@@ -23,6 +24,7 @@ from moe_autograd.autograd.reaching import CONTAINERS, Held, around_all, flatten
 
 NOT_MADE_YET = "_initialize_hook"  # attribute of a lazy module until its first call has made its parameters
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
+_LOOKED_AT = frozenset([Tensor, types.FunctionType, *CONTAINERS])  # of its others; most are numbers
 
 
 def held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
@@ -45,6 +47,7 @@ def _look_through(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
     found: list[Tensor] = []
     parts = [module]
     seen = {id(module)}  # a part may lead back to what it is a part of
+    met: dict[int, object] = {}  # classes and functions by their `id`, looked at once
 
     def add(modules: Iterable[torch.nn.Module | None]) -> None:
         new = {id(one): one for one in modules if one is not None and id(one) not in seen}
@@ -56,22 +59,28 @@ def _look_through(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
         attributes = part.__dict__
         own = attributes if "_modules" in attributes else _of_script(part)
         parameters, buffers, children = own["_parameters"], own["_buffers"], own["_modules"]
-        around = _in_attributes(attributes, found, of_all)
+        around = _in_attributes(attributes, found, of_all, met)
         weights = [*parameters.values()]  # at once, as other threads may add some
         found += _with_history((*weights, *buffers.values()))
-        around += _around_forward(part, of_all)
+        if id(kind := type(part)) not in met:
+            met[id(kind)] = kind
+            around += _around_forward(kind, of_all)
         if of_all.changes:  # what `functional_call` runs is often hidden from `modules()`, in a list
             add(_modules_in(attributes))
         if around:
             around = [held.get(None) if isinstance(held, contextvars.ContextVar) else held for held in around]
             found += within(around)
             add(held for held in around if isinstance(held, torch.nn.Module))
-        if isinstance(part, talking) or are_for_one_call(weights) or has_hooks_of_torch(attributes):
+        if (
+            isinstance(part, talking)
+            or (weights and are_for_one_call(weights))
+            or has_hooks_of_torch(attributes)
+        ):
             refuse_reducing(part)
             of_all.talks = True
         if is_compiled(part):
             of_all.compiled.append(part)
-        if hasattr(type(part), "stands_for"):  # an offloaded expert
+        if hasattr(kind, "stands_for"):  # an offloaded expert
             stand_in: Any = part
             add([stand_in.stands_for])
         if children:
@@ -82,25 +91,30 @@ def _look_through(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
     return found
 
 
-def _in_attributes(attributes: dict[str, Any], found: list[Tensor], of_all: Held) -> list[Any]:
+def _in_attributes(
+    attributes: dict[str, Any], found: list[Tensor], of_all: Held, met: dict[int, object]
+) -> list[Any]:
     """Add the tensors with history among a module's own attributes; return what stands around functions there."""
     around = list[Any]()
-    for name in sorted(attributes.keys() - _OF_TORCH):
+    names = [name for name in attributes.keys() - _OF_TORCH if type(attributes.get(name)) in _LOOKED_AT]
+    for name in sorted(names):
         held: Any = attributes.get(name)
         kind = type(held)
         if kind is Tensor:
             if has_history(held):
                 found.append(held)
+        elif kind is tuple and PLAIN_VALUES.issuperset(map(type, held)):  # a shape, mostly
+            continue
         elif kind in CONTAINERS and held:
             found += within(held)
-        elif kind is types.FunctionType:  # a `forward` of its own, too
+        elif kind is types.FunctionType and id(held) not in met:  # a `forward` of its own, too
+            met[id(held)] = held
             around += around_all(held, of_all)
     return around
 
 
-def _around_forward(part: torch.nn.Module, of_all: Held) -> list[Any]:
+def _around_forward(kind: type[torch.nn.Module], of_all: Held) -> list[Any]:
     """Return what the `forward` of a module's class reaches; note what it names of changes and settings."""
-    kind = type(part)
     forward = getattr(kind, "forward", None)
     around = around_all(forward, of_all) if getattr(forward, "__closure__", None) else []
     named = globals_of(kind, forward)

@@ -211,15 +211,17 @@ class ModuleCall(UsedResults):
         to_visit = plain(self._edges)
         results: Collection[Edge] = {*to_visit} if len(to_visit) > 1 else ()
         num_met = -len(to_visit)  # of results, each of which is met first as such
+        is_special = {*results, *looks_for, *stop_at}.__contains__  # seldom
         while to_visit:
             edge = to_visit.pop()
             node = edge[0]
-            num_met += edge in results
-            if edge in looks_for:
-                passed.add(edge)
-            if edge in stop_at:
-                met.add(edge)
-                continue
+            if is_special(edge):
+                num_met += edge in results
+                if edge in looks_for:
+                    passed.add(edge)
+                if edge in stop_at:
+                    met.add(edge)
+                    continue
             if node is None or node in seen or node in self._beside:
                 continue
             seen.add(node)
