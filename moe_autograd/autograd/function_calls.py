@@ -254,7 +254,8 @@ class JoinedFunctions(Joined):
             return super().backward(saved_of, grad_outputs, wanted)
         for i in self.reached(grad_outputs):
             if not any(self.input_parts.of(wanted, i)):
-                self.result_parts.put(grad_outputs, i, [None] * self.num_results[i])
+                start = self.result_parts.start(i)
+                grad_outputs[start : start + self.num_results[i]] = [None] * self.num_results[i]
         with ended(wanted):
             return super().backward(saved_of, grad_outputs, wanted)
 

@@ -6,7 +6,7 @@ import bisect
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 import torch
@@ -81,20 +81,32 @@ class Parts:
     """
 
     def __init__(self, counts: Sequence[int]) -> None:
-        self._starts = [*itertools.accumulate(counts, initial=0)]
+        self._counts = counts
 
-    @property
-    def num_elements(self) -> int:
-        """Of all calls."""
-        return self._starts[-1]
+    @computed_once
+    def _starts(self) -> list[int]:
+        return [*itertools.accumulate(self._counts, initial=0)]
 
     def of(self, flat: Sequence[T], call: int) -> Sequence[T]:
         """Return the part of one call; of an empty list an empty one."""
         return flat[self._starts[call] : self._starts[call + 1]]
 
-    def put(self, flat: list[T], call: int, part: Sequence[T]) -> None:
-        """Replace the part of one call by as many elements."""
-        flat[self._starts[call] : self._starts[call + 1]] = part
+    def of_some(self, flat: Sequence[T], calls: Sequence[int]) -> dict[int, Sequence[T]]:
+        """Return the parts of some calls, mostly of all."""
+        if len(calls) == len(self._counts):
+            return dict(enumerate(split(flat, self._counts)))
+        starts = self._starts
+        return {call: flat[starts[call] : starts[call + 1]] for call in calls}
+
+    def flat(self, parts: Mapping[int, Sequence[T]], others: T) -> list[T]:
+        """Return the list with the parts of some calls, and something else for each element of the others."""
+        if len(parts) == len(self._counts):
+            return [one for call in range(len(parts)) for one in parts[call]]
+        starts = self._starts
+        flat = [others] * starts[-1]
+        for call, part in parts.items():
+            flat[starts[call] : starts[call + 1]] = part
+        return flat
 
     def start(self, call: int) -> int:
         """Return the place of the first element of a call."""
@@ -132,6 +144,8 @@ class Joined:
         # held while what the calls saved is taken out; re-entrant, as an unpack hook may start a backward
         self.taking = threading.RLock()
         self.num_saved = [len(call.to_save) for call in calls]
+        self.input_parts, self.result_parts = Parts(self.num_inputs), Parts(self.num_results)
+        self.saved_parts = Parts(self.num_saved)
 
     def part(self, places: Sequence[int]) -> Self:
         """Return some of the calls, which are tied apart from the others."""
@@ -171,25 +185,11 @@ class Joined:
         """Return one more tensor for the join to depend on, or `None`."""
         return None
 
-    @computed_once
-    def input_parts(self) -> Parts:
-        """Of a list with one element for each input of all calls."""
-        return Parts(self.num_inputs)
-
-    @computed_once
-    def result_parts(self) -> Parts:
-        """Of a list with one element for each result of all calls."""
-        return Parts(self.num_results)
-
-    @computed_once
-    def saved_parts(self) -> Parts:
-        """Of a list of all that the calls saved."""
-        return Parts(self.num_saved)
-
     def reached(self, grad_outputs: Tensors) -> Sequence[int]:
         """Return which calls got a gradient (Rule 3), in time for these alone: there may be a backward for each."""
         if not has_missing(grad_outputs):
-            return [i for i, count in enumerate(self.num_results) if count]
+            counts = self.num_results
+            return [i for i, count in enumerate(counts) if count] if 0 in counts else range(len(counts))
         call_at = self.result_parts.call_at
         return [*{call_at(place): None for place, grad in enumerate(grad_outputs) if grad is not None}]
 
@@ -252,12 +252,12 @@ class Joined:
             One gradient or `None` for each input of all calls.
         """
         reached = self.reached(grad_outputs)
-        grads_of = {i: self.result_parts.of(grad_outputs, i) for i in reached}
-        wanted_of = {i: self.input_parts.of(wanted, i) for i in reached}
+        grads_of = self.result_parts.of_some(grad_outputs, reached)
+        wanted_of = self.input_parts.of_some(wanted, reached) if wanted else {}
         grad_outputs.clear()
         grads: dict[int, Tensors] = {}
         keep_graph, has_streams = keeps_graph(), accelerator_in_use() is not None
-        sums = Sums(self.shared, reached, wanted_of) if self.shared else None
+        sums = Sums(self.shared, reached, wanted_of or None) if self.shared else None
 
         def run(index: int) -> None:
             i = reached[index]
@@ -265,7 +265,7 @@ class Joined:
             if has_streams:
                 use_here(own_saved)
                 use_here(own_grads)
-            found = self.calls[i].backward(own_saved, own_grads, wanted_of[i], keep_graph)
+            found = self.calls[i].backward(own_saved, own_grads, wanted_of.get(i, ()), keep_graph)
             grads[i] = found if sums is None else sums.add(i, found)
 
         of_reached = self.map if len(reached) == len(self.calls) else self.map.of_some(reached)
@@ -278,10 +278,7 @@ class Joined:
             raise
         if sums is not None:
             sums.hand_out(grads)
-        flat: Grads = [None] * self.input_parts.num_elements
-        for i, own in grads.items():
-            self.input_parts.put(flat, i, own)
-        return _with_memory_of_their_own(flat)
+        return _with_memory_of_their_own(self.input_parts.flat(grads, None))
 
     def call_of(self, place: int) -> tuple[Any, int]:
         """Return the call that a result is of, given its place among those of all calls, and its place there."""

@@ -76,7 +76,7 @@ def take_saved(
                 unreached = {*range(len(joined.calls))}.difference(reached)
                 node.left = {i: [_keep(tensor, node) for tensor in saved.of(unpacked, i)] for i in unreached}
         node.maybe_clear_saved_tensors()  # not under `retain_graph`
-        return {i: saved.of(unpacked, i) for i in reached}
+        return saved.of_some(unpacked, reached)
 
 
 def _reached(
