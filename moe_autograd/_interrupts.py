@@ -28,6 +28,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # of CPython and PyPy; typeshed leaves it out
 import contextlib
 import functools
+import gc
 import inspect
 import itertools
 import os
@@ -146,28 +147,32 @@ def unwinding(function: Callable[P, T]) -> Callable[P, T]:
 def came_by_signal(error: BaseException) -> bool:
     """Whether the handler of a signal has raised an exception on this thread, as that of Ctrl-C does.
 
-    Natively it ends a loop of calls, and is none of theirs. A handler is known by what it alone is given: the frame in
-    the midst of which it was called.
+    Natively it ends a loop of calls, and is none of theirs. A handler is known by what it is given: a signal's number,
+    and the frame in the midst of which it was called. One that had to wait is called by `_release`.
     """
     if isinstance(error, KeyboardInterrupt):
         return True
     if _get_ident() != _main.thread_id:
         return False
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(_is_given(handler, beneath) for beneath, handler in itertools.pairwise(frames))
+    return any(
+        beneath.f_code is _release.__code__ or _is_handler(frame, beneath)
+        for beneath, frame in itertools.pairwise(frames)
+    )
 
 
-def _is_given(frame: FrameType, given: FrameType) -> bool:
-    """Whether a function was called with a frame as one of its arguments."""
+def _is_handler(frame: FrameType, beneath: FrameType) -> bool:
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # no function
         return False
+    before = gc.get_referents(frame)
     args, rest, _, values = inspect.getargvalues(frame)
     others = rest and values.get(rest)
     arguments = [values.get(name) for name in args] + list(others if isinstance(others, tuple) else ())
-    is_given = any(argument is given for argument in arguments)
-    if isinstance(values, dict):  # a copy that the frame keeps (until Python 3.13), and with it the variables
+    is_handler = any(type(one) is int and given is beneath for one, given in itertools.pairwise(arguments))
+    # Until Python 3.13 the frame keeps a dictionary of its variables, and so them, once somebody has asked for it.
+    if isinstance(values, dict) and not any(one is values for one in before):
         values.clear()
-    return is_given
+    return is_handler
 
 
 def let_through() -> None:

@@ -48,6 +48,10 @@ _PROJECTIONS = frozenset(
 # Their many small operators keep other cores less busy than as many multiply-adds of a linear layer: on two idle cores
 # layers of a transformer of 2^25 took as long in turn as on threads, those of 2^26 a fifth longer.
 SHARE = 4
+SCORE = (
+    16  # as many take as long as a score of attention, which is exponentiated, perhaps dropped, and averaged
+)
+TAKE_MAX = 64  # as many take as long as an element that the largest of a bag is found among, on one core
 WRITE = 8  # as many take as long as to write an element of an embedding's gradient
 # On two idle cores 64 steps of an LSTM took a third longer on threads, 128 a tenth less; 16 of a GRU about as long.
 MOST_STEPS = 1 << 6
@@ -133,7 +137,9 @@ def rows_among(parts: Iterable[Any], size: Any) -> Rows | None:
     for part in parts:
         kind = type(part)
         if kind is nn.MultiheadAttention:
-            work += 2 * num_rows * longest * part.embed_dim
+            work += num_rows * longest * (2 * part.embed_dim + SCORE * part.num_heads)
+        elif kind is nn.EmbeddingBag and part.mode == "max":
+            work += num_elements * TAKE_MAX
         elif kind in RECURRENT:
             num_times = part.num_layers * (2 if part.bidirectional else 1)
             num_steps += longest * num_times * (1 if _is_fast(part) else SLOW)
