@@ -127,16 +127,31 @@ class Updates:
             failures: None: the first that failed raises. A list takes them instead, and an expert whose gradients
                 could not be forgotten is not stepped before they are.
         """
+        given: list[range] = []
+        try:
+            self._send(rpc, names, failures, given)
+            for numbers in given:
+                self._numbering.settle(names, numbers)
+        except BaseException:
+            for numbers in given:
+                self._numbering.let_repeat(names, numbers)
+            raise
+
+    def _send(
+        self, rpc: str, names: Sequence[str], failures: list[RemoteError] | None, given: list[range]
+    ) -> None:
+        """Do so, and note which numbers were given."""
         with (
             self._delivery.operations.begin() as operation,
             self.turns.turn(rpc, names, operation) as hindrance,
             self._numbering.sequences(1, names if rpc == "Step" and hindrance is None else ()) as (
-                (sequence,),
+                numbers,
                 settled_below,
             ),
         ):
+            given.append(numbers)
             if hindrance is None:
-                once = partial(self._send_once, rpc, sequence, settled_below)
+                once = partial(self._send_once, rpc, numbers[0], settled_below)
                 gathered_at = self._gathered_at(rpc, names)
                 if rpc == "Step" and self._join_moved(gathered_at, operation):
                     gathered_at = self._gathered_at(rpc, names)

@@ -15,7 +15,17 @@ import torch
 from experts_server import ExpertsServer
 from moe_autograd import _contexts, _interrupts
 from moe_autograd.errors import RemoteError
-from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect, connection, numbering, turns, updates
+from moe_autograd.remote import (
+    RemoteExperts,
+    RemoteOptimizer,
+    cancelling,
+    connect,
+    connection,
+    numbering,
+    operations,
+    turns,
+    updates,
+)
 from moe_autograd.remote.cancelling import Cancellation
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.numbering import Numbering
@@ -68,6 +78,23 @@ def test_after_ctrl_c_the_next_step_misses_no_gradients(experts: RemoteExperts) 
         except RemoteError as error:
             pytest.fail(f"{point}: {error}")
     assert num_points > 30
+
+
+def test_a_step_after_one_that_ctrl_c_ended_is_the_same_step(experts: RemoteExperts) -> None:
+    expert, optimizer, num_points = experts["ffn.0"], RemoteOptimizer(experts), 0
+
+    def gather() -> None:
+        optimizer.zero_grad()
+        expert(torch.ones(1, 4)).sum().backward()
+
+    gather()
+    within = [updates, numbering, turns, operations, cancelling, _contexts, _interrupts]
+    for point in interrupted_everywhere(optimizer.step, within=within):
+        num_points += 1
+        optimizer.step()
+        assert experts.info()["ffn.0"].num_updates == num_points, point
+        gather()
+    assert num_points > 50
 
 
 class Interrupted:
