@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import pytest
 
+from moe_autograd import parallel_apply
 from tests.support.endings import PREAMBLE
 from tests.support.subprocesses import assert_prints
 
@@ -159,3 +163,65 @@ def test_what_a_signals_handler_raises_in_calls_made_in_turn_ends_them() -> None
     """,
         "too late [0, 1]",
     )
+
+
+def test_a_handler_of_ctrl_c_that_had_to_wait_ends_the_map_as_well() -> None:
+    """The main thread waits for a map within its call, where Ctrl-C is noted, and heard a little later."""
+    assert_prints(
+        PREAMBLE
+        + """
+    from moe_autograd import parallel_apply
+    class Stop(Exception): ...
+    def handler(signum, frame):
+        raise Stop
+    def inner(barrier):
+        barrier.wait()
+        if threading.current_thread() is not threading.main_thread():
+            if wants_signal:
+                wants_signal.clear()
+                interrupt_main_thread()
+            never.wait()
+    def outer(barrier):
+        barrier.wait()
+        if threading.current_thread() is threading.main_thread():
+            wants_signal.append(None)
+            parallel_apply([inner] * 2, [(of_inner,)] * 2)
+        never.wait()
+    of_inner, of_outer = threading.Barrier(2), threading.Barrier(3)
+    never, wants_signal = threading.Event(), []
+    signal.signal(signal.SIGINT, handler)
+    try:
+        parallel_apply([outer] * 3, [(of_outer,)] * 3)
+    except Stop as error:
+        print(getattr(error, "__notes__", None), meet(4))
+    """,
+        "None 16.0",
+    )
+
+
+def test_a_function_that_is_given_its_callers_frame_is_no_handler() -> None:
+    def fail(frame: FrameType) -> None:
+        raise LookupError
+
+    def call(index: int) -> None:
+        made.append(index)
+        if index == 0:
+            fail(sys._getframe())
+
+    made: list[int] = []
+    with pytest.raises(LookupError):
+        parallel_apply([call] * 3, [(index,) for index in range(3)], max_concurrency=1)
+    assert made == [0, 1, 2]
+
+
+def test_what_locals_gave_out_before_an_exception_stays() -> None:
+    given: dict[str, object] = {}
+
+    def call(index: int) -> None:
+        nonlocal given
+        given = locals()
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        parallel_apply([call], [(7,)], max_concurrency=1)
+    assert given["index"] == 7
