@@ -112,6 +112,7 @@ KINDS = {
     "weights.small": torch.arange(3).to(torch.float8_e5m2fnuz),
     "weights.matrix": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
     "weights.count": torch.tensor([1, 2**63], dtype=torch.uint64),
+    "weights.scales": torch.tensor([1.0, 0.5]).to(torch.float8_e8m0fnu),
 }
 
 

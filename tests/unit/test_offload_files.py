@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 from moe_autograd.autograd.offload import OffloadedExperts
-from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.flat import Layout, tensors_in
 from moe_autograd.autograd.offload.stores import FolderStore, RamStore, opened
 from moe_autograd.errors import CheckpointError
 from tests.support.offloading import OPTIMIZERS, ffn
@@ -137,6 +141,7 @@ FILES_ARE_TOO_LARGE = """
 import errno, os, resource, signal, sys
 import torch
 from torch import nn
+from torch import nn
 from moe_autograd.autograd.offload import OffloadedExperts
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -166,3 +171,95 @@ def test_what_the_system_says_against_a_file_names_it(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError) as raised, opened(tmp_path, os.O_RDONLY) as fd:
         os.read(fd, 1)
     assert raised.value.filename == str(tmp_path)
+
+
+DTYPES = sorted((each for each in vars(torch).values() if isinstance(each, torch.dtype)), key=str)
+
+
+def of_each_dtype() -> dict[str, torch.Tensor]:
+    raw = torch.arange(64, dtype=torch.uint8) % 2  # as bools, too
+    tensors = {}
+    for dtype in DTYPES:
+        with contextlib.suppress(RuntimeError, TypeError):  # of some torch makes none of bytes
+            tensors[str(dtype)] = raw.view(dtype).unflatten(0, (2, -1))
+    return tensors
+
+
+def is_of_safetensors(tensor: torch.Tensor) -> bool:
+    try:
+        safetensors.torch.save({"w": tensor})
+    except KeyError:
+        return False
+    return True
+
+
+def header_of(file: bytes) -> dict[str, Any]:
+    entries: dict[str, Any] = json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")])
+    return entries
+
+
+def test_each_dtype_of_safetensors_is_written_as_safetensors_does_and_read_back(tmp_path: Path) -> None:
+    path, names = tmp_path / "w.safetensors", set()
+    for name, tensor in of_each_dtype().items():
+        if not is_of_safetensors(tensor):
+            with pytest.raises(TypeError, match="expected a dtype of safetensors"):
+                Layout.of({"w": tensor})
+            continue
+        layout = Layout.of({"w": tensor})
+        theirs = safetensors.torch.save({"w": tensor})
+        assert header_of(layout.header()) == header_of(theirs)
+        path.write_bytes(theirs)
+        assert Layout.read(path)[0] == layout
+        back = tensors_in(path)["w"]
+        assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
+        names.add(name)
+    assert {"torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2", "torch.uint64"} <= names
+
+
+def test_half_a_pair_is_refused_as_safetensors_does(tmp_path: Path) -> None:
+    one = torch.zeros(1, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)[0]
+    with pytest.raises(TypeError, match=r"expected torch\.float4_e2m1fn_x2 with a dimension.*got shape \(\)"):
+        Layout.of({"w": one})
+    path = tmp_path / "w.safetensors"
+    header = json.dumps({"w": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
+    with pytest.raises(CheckpointError, match=r"expected pairs of values, got shape \[2, 3\] \(name='w'\)"):
+        Layout.read(path)
+
+
+def test_a_dtype_of_a_file_that_torch_has_not_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    header = json.dumps({"w": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
+    with pytest.raises(CheckpointError, match=r"w\.safetensors: expected a dtype of torch, got 'F6_E2M3'"):
+        Layout.read(path)
+
+
+class Scaled(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.register_buffer("scales", torch.arange(4, dtype=torch.uint8).view(dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight * self.get_buffer("scales").view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float4_e2m1fn_x2], ids=str)
+def test_experts_with_narrow_buffers_are_put_out_and_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
+    def step() -> None:
+        torch.stack([expert(torch.ones(2, 4)).sum() for expert in experts]).sum().backward()
+        experts.step()
+
+    experts = OffloadedExperts(
+        [Scaled(dtype) for _ in range(3)], OPTIMIZERS["sgd"], max_resident_bytes=300, store=tmp_path
+    )
+    step()
+    experts.checkpoint()
+    step()
+    experts.restore()
+    for index in range(3):
+        state = experts.state_dict(index)
+        assert state["scales"].dtype is dtype
+        assert state["scales"].view(torch.uint8).tolist() == [0, 1, 2, 3]

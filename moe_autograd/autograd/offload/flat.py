@@ -28,6 +28,8 @@ _NAMES = {
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float4_e2m1fn_x2: "F4",  # two values a byte, of which torch makes one; see `Field.shape_in_file`
     torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
@@ -40,6 +42,7 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_PAIRS = torch.float4_e2m1fn_x2
 _ALIGNMENT = 64
 
 
@@ -55,6 +58,24 @@ class Field:
     def num_bytes(self) -> int:
         """Its length."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def shape_in_file(self) -> tuple[int, ...]:
+        """Its shape as safetensors counts: by values, also where torch has two as one."""
+        return (*self.shape[:-1], 2 * self.shape[-1]) if self.dtype is _PAIRS else self.shape
+
+    @classmethod
+    def read(cls, name: str, entry: Mapping[str, Any]) -> Field:
+        """Return what an entry of a header tells; raises `CheckpointError` for a dtype that torch has not."""
+        if entry["dtype"] not in _DTYPES:
+            raise CheckpointError(f"expected a dtype of torch, got {entry['dtype']!r} (name={name!r})")
+        field = cls(_DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"][0])
+        if field.dtype is not _PAIRS:
+            return field
+        field = dataclasses.replace(field, shape=(*field.shape[:-1], field.shape[-1] // 2))
+        if list(field.shape_in_file) != entry["shape"]:
+            raise CheckpointError(f"expected pairs of values, got shape {entry['shape']} (name={name!r})")
+        return field
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +131,7 @@ class Layout:
         entries |= {
             name: {
                 "dtype": _NAMES[field.dtype],
-                "shape": field.shape,
+                "shape": field.shape_in_file,
                 "data_offsets": [field.start, field.start + field.num_bytes],
             }
             for name, field in self.fields.items()
@@ -131,11 +152,11 @@ class Layout:
                 length = int.from_bytes(file.read(8), "little")
                 entries = json.loads(file.read(min(length, 2**27)))
             fields = {
-                name: Field(_DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"][0])
-                for name, entry in entries.items()
-                if name != "__metadata__"
+                name: Field.read(name, entry) for name, entry in entries.items() if name != "__metadata__"
             }
             in_order = sorted(fields.values(), key=lambda field: (field.start, field.num_bytes))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}.") from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise CheckpointError(
                 f"{path}: expected a safetensors file, got one without a readable header."
@@ -176,6 +197,11 @@ def _check_bytes(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(
             f"Layout: expected a dtype of safetensors, got {tensor.dtype} (name={name!r}). Keep the expert in memory, "
             f"or make it of others: {', '.join(str(dtype)[6:] for dtype in _NAMES)}."
+        )
+    if tensor.dtype is _PAIRS and not tensor.dim():
+        raise TypeError(
+            f"Layout: expected {_PAIRS} with a dimension, as safetensors counts its values by twos, got shape () "
+            f"(name={name!r}). Keep the expert in memory, or give it one."
         )
 
 

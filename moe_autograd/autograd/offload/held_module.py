@@ -245,6 +245,8 @@ def _version_of(tensor: Tensor) -> int:
 
 def _nothing_of_shape(tensor: Tensor) -> Tensor:
     """Return what takes no memory, cannot be written to, and shows wherever it is read by mistake."""
+    if tensor.dtype is torch.float4_e2m1fn_x2:  # which torch only moves
+        return tensor.new_zeros(1, dtype=torch.uint8).view(tensor.dtype)[0].expand(tensor.shape)
     filler = math.nan if tensor.is_floating_point() or tensor.is_complex() else 0
     return tensor.new_full((), filler).expand(tensor.shape)
 
