@@ -95,7 +95,6 @@ class ExpertServer:
         config: ServingConfig,
         opened: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        _check_shared(experts)
         limits = config.limits
         self.config = config
         self.state: State = "starting"
@@ -108,11 +107,14 @@ class ExpertServer:
             self.pool = WorkerPool(max_threads=limits.max_threads)
             if_refused.callback(self.pool.close, 0)
             with opened():
+                _check_shared(experts)
                 queues = [self._queue_of(name, hosting) for name, hosting in experts.items()]
             self.registry = Registry(queues, self.pool, self.queue_limits)
             self.saver = Saver(self.registry, config)
+            if_refused.callback(self.saver.close)
             self.doorway = Doorway(limits.max_concurrent_passes, Gate(config.security.tokens_file))
-            self.service = Service(self.registry, self.doorway, self.saver.save, config)
+            with opened():
+                self.service = Service(self.registry, self.doorway, self.saver.save, config)
             if_refused.pop_all()
         self.health = Health(self.registry)
         self.open_inference = OpenInference(

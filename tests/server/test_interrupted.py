@@ -215,19 +215,37 @@ def test_what_ctrl_c_anywhere_in_a_stop_has_not_stopped_can_be_stopped_again() -
 
 
 class Heard(nn.Linear):
-    """Ctrl-C comes while a server looks at it."""
+    """Ctrl-C comes as a server asks it for something."""
 
-    goes_on = False
+    def __init__(self, asked_for: str) -> None:
+        super().__init__(D, D)
+        self.asked_for = asked_for
+        self.goes_on = False
+
+    def hear(self, asked_for: str) -> None:
+        if asked_for == self.asked_for:
+            signal.raise_signal(signal.SIGINT)
+            self.goes_on = True
 
     def modules(self) -> Iterator[nn.Module]:
-        signal.raise_signal(signal.SIGINT)
-        self.goes_on = True
+        self.hear("modules")
         return super().modules()
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self.hear("named_parameters")
+        return super().named_parameters(*args, **kwargs)
 
-def test_ctrl_c_is_heard_at_once_while_a_server_looks_at_its_experts() -> None:
-    expert = Heard(D, D)
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.hear("state_dict")
+        return super().state_dict(*args, **kwargs)
+
+
+@pytest.mark.parametrize("asked_for", ["modules", "named_parameters", "state_dict"])
+def test_ctrl_c_is_heard_at_once_while_a_server_looks_at_its_experts(asked_for: str) -> None:
+    expert = Heard("")
+    server = ExpertsServer({"e": expert})
+    expert.asked_for = asked_for
     with pytest.raises(KeyboardInterrupt):
-        ExpertsServer({"e": expert}).start()
+        server.start()
     assert not expert.goes_on
     assert_nothing_is_left("as it looks")
