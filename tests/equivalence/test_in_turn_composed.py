@@ -155,7 +155,13 @@ def test_how_much_work_they_are() -> None:
     num_tokens = int((most / (2 * D)) ** 0.5)
     assert is_made_in_turn(attention, *[rows.expand(1, num_tokens // 4, D)] * 3)
     assert not is_made_in_turn(attention, *[rows.expand(1, num_tokens, D)] * 3)  # each token with each
-    assert is_made_in_turn(attention, *[rows.expand(num_tokens // 8, 8, D)] * 3)
+    assert is_made_in_turn(attention, *[rows.expand(num_tokens // 16, 8, D)] * 3)
+    of_each_head = [rows.expand(1, int((most / 200) ** 0.5), D)] * 3  # its scores are more work than its rows
+    assert is_made_in_turn(attention, *of_each_head)
+    assert not is_made_in_turn(nn.MultiheadAttention(D, D, batch_first=True), *of_each_head)
+    places = place.expand(1, most // 64 // composed.TAKE_MAX + 1)
+    assert is_made_in_turn(nn.EmbeddingBag(10, 64, mode="sum"), places)
+    assert not is_made_in_turn(nn.EmbeddingBag(10, 64, mode="max"), places)
 
 
 @pytest.mark.parametrize(
