@@ -88,6 +88,8 @@ class ExpertsServer:
         _made.add(self)
         self._loop_thread: LoopThread | None = None
         self._server: ExpertServer | None = None
+        self._is_starting = False
+        self._is_given_up = False  # by a handler of a signal, while it starts
 
     def _renew_lock(self) -> None:
         self._changing = threading.RLock()  # a start that fails stops; so may a handler of a signal
@@ -147,26 +149,31 @@ class ExpertsServer:
                         f"ExpertsServer: expected one start, got a second at {self.address}. `start()` is what `with` "
                         "calls."
                     )
-                is_begun = True
+                is_begun, self._is_given_up = True, False
+                self._is_starting = True
                 loop = self._loop_thread = LoopThread.acquire()
                 self._server = ExpertServer(self._experts, self._config, section.opened)
                 self._check_still_starts()
                 loop.run(self._server.start())
+                self._is_starting = False
                 self._check_still_starts()
         except BaseException:
             if is_begun:
+                self._is_starting = False
                 self.stop()  # Ctrl-C may come when it has just started
             raise
         return self
 
     def _check_still_starts(self) -> None:
-        if self._loop_thread is None:
+        if self._is_given_up or self._loop_thread is None:
             raise RuntimeError(
                 "ExpertsServer: expected to start, got stop() meanwhile, from a handler of a signal."
             )
 
     def stop(self) -> None:
         """Drain and stop; return when it has. In a forked child, or in a finalizer after `atexit`: nothing to do.
+
+        A handler of a signal, in the midst of `start`, gives that up: it stops what it has begun, and raises.
 
         Raises:
             CheckpointError: the last save failed; it has stopped all the same.
@@ -181,6 +188,9 @@ class ExpertsServer:
 
     def _end(self) -> None:
         if self._loop_thread is None:  # another thread has stopped it
+            return
+        if self._is_starting:  # on this thread, which is in a handler of a signal
+            self._is_given_up = True
             return
         with uninterrupted():  # but while it waits
             try:

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,11 @@ from moe_autograd.remote.retry import RetryBudget, RetryPolicy
 from tests.support.functions_waiting import PATIENCE_S
 from tests.support.servers import wait_until
 from tests.support.subprocesses import assert_prints
+
+
+def no_thread_is_left() -> bool:
+    own = ("expert-watcher", "expert-worker", "experts-server-loop")
+    return not any(thread.name.startswith(own) for thread in threading.enumerate())
 
 
 @contextmanager
@@ -87,6 +93,37 @@ def test_a_server_that_is_stopped_while_it_starts_says_so(monkeypatch: pytest.Mo
             server.start()
         with torch.no_grad(), connect(other.address) as experts:
             assert experts["e"](torch.ones(1, 4)).shape == (1, 4)
+    wait_until(no_thread_is_left)
+
+
+class SignalsAsItIsSaved(nn.Linear):
+    """Its server, which saves it first on the loop's thread, goes on once the signal has been heard."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.is_heard = threading.Event()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread() and not self.is_heard.is_set():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            assert self.is_heard.wait(PATIENCE_S)
+        return super().state_dict(*args, **kwargs)
+
+
+def test_a_server_that_is_stopped_while_it_starts_on_the_loop_leaves_its_folder_free(tmp_path: Path) -> None:
+    module = SignalsAsItIsSaved()
+    server = ExpertsServer({"e": module}, config={"checkpoint_dir": tmp_path})
+
+    def stop() -> None:
+        module.is_heard.set()
+        server.stop()
+
+    with handling(stop), pytest.raises(RuntimeError, match="got stop"):
+        server.start()
+    assert server.state != "ready"
+    wait_until(no_thread_is_left)
+    with server:
+        assert server.state == "ready"
 
 
 def test_what_is_stopped_while_it_lets_go_of_the_loop_leaves_that_to_other_servers(
