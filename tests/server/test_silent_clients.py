@@ -153,12 +153,12 @@ def copied_weights(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]
     """Return a list of the copies of weights that are made from now on."""
     copies: list[weakref.ref[Tensor]] = []
 
-    def copy_state(hosted: HostedExpert) -> dict[str, Tensor]:
-        state = state_module.copy_state(hosted)
+    def state_to_send(hosted: HostedExpert) -> dict[str, Tensor]:
+        state = state_module.state_to_send(hosted)
         copies.extend(map(weakref.ref, state.values()))
         return state
 
-    monkeypatch.setattr(service_module, "copy_state", copy_state)
+    monkeypatch.setattr(service_module, "state_to_send", state_to_send)
     return copies
 
 
