@@ -52,9 +52,8 @@ class Lookout:
         self._crews: list[Watched] = []
         self._wakes_at_s = 0.0
         self._dozes_until_s = 0.0
-        self._vacant: list[None] = [
-            None
-        ]  # the place of the lookout, of which there is one: whoever pops it has it
+        # The place of the lookout, of which there is one: whoever pops it has it.
+        self._vacant: list[None] = [None]
         self._bell = threading.Lock()  # held; released once to ring
         self._bell.acquire()
 

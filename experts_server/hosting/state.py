@@ -36,7 +36,7 @@ def layout_of_expert(hosted: HostedExpert) -> pb.StateLayout:
 
 def copy_state(hosted: HostedExpert) -> dict[str, Tensor]:
     """Return a copy of the module's `state_dict`, on the CPU; entries that are no tensors are left out."""
-    return {key: value.detach().cpu().clone() for key, value in _tensors(hosted).items()}
+    return _copies(_tensors(hosted))
 
 
 def state_to_send(hosted: HostedExpert) -> dict[str, Tensor]:
@@ -45,12 +45,17 @@ def state_to_send(hosted: HostedExpert) -> dict[str, Tensor]:
     Raises:
         InvalidCallError: one of the tensors cannot travel.
     """
-    for key, tensor in _tensors(hosted).items():
+    tensors = _tensors(hosted)
+    for key, tensor in tensors.items():
         try:
             check_can_travel(tensor)
         except TypeError as error:
             raise InvalidCallError(f"expert {hosted.name!r}, state of {key!r}: {error}") from error
-    return copy_state(hosted)
+    return _copies(tensors)
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.detach().cpu().clone() for key, value in tensors.items()}
 
 
 def _tensors(hosted: HostedExpert) -> dict[str, Tensor]:

@@ -158,9 +158,8 @@ class Trainer:
             GradientsLostError: they are no longer all there. Nothing was changed.
         """
         if self.training.update != "on_step":
-            if (
-                expected is not None and expected.at_least
-            ):  # of backwards that a server with another `update` took
+            # Of backwards that a server with another `update` took.
+            if expected is not None and expected.at_least:
                 raise GradientsLostError(
                     f"expert {self.name!r}: expected the gradients of {expected.at_least} backwards, got none. The "
                     f"server was restarted since, with update = {self.training.update!r}; nothing was changed. Call "

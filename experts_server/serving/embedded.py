@@ -165,7 +165,7 @@ class ExpertsServer:
         return self
 
     def _check_still_starts(self) -> None:
-        if self._is_given_up or self._loop_thread is None:
+        if self._is_given_up:
             raise RuntimeError(
                 "ExpertsServer: expected to start, got stop() meanwhile, from a handler of a signal."
             )
@@ -178,7 +178,8 @@ class ExpertsServer:
         Raises:
             CheckpointError: the last save failed; it has stopped all the same.
         """
-        if self._loop_thread is None or not self._loop_thread.is_here:
+        loop = self._loop_thread
+        if not self._is_starting and (loop is None or not loop.is_here):
             return
         if LoopThread.is_calling():  # a finalizer, wherever the garbage collector came upon it
             threading.Thread(target=self.stop, name="experts-server-stop").start()
@@ -187,10 +188,10 @@ class ExpertsServer:
             self._end()
 
     def _end(self) -> None:
-        if self._loop_thread is None:  # another thread has stopped it
-            return
         if self._is_starting:  # on this thread, which is in a handler of a signal
             self._is_given_up = True
+            return
+        if self._loop_thread is None:  # another thread has stopped it
             return
         with uninterrupted():  # but while it waits
             try:

@@ -206,8 +206,7 @@ class ModuleCall(UsedResults):
         """Return the cuts and the leaves where the inner graph ends, and what it goes through that is looked for."""
         stop_at = {edge[:2] for edge, _ in self.cuts}
         met, passed = set[Edge](), set[Edge]()
-        leaf_nodes: list[Node] = []
-        seen: set[Node] = set()
+        leaf_nodes, seen = list[Node](), set[Node]()
         to_visit = plain(self._edges)
         results: Collection[Edge] = {*to_visit} if len(to_visit) > 1 else ()
         num_met = -len(to_visit)  # of results, each of which is met first as such

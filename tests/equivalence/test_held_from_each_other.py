@@ -14,6 +14,7 @@ from torch.autograd import Function
 
 from moe_autograd import parallel_apply
 from tests.support.comparison import assert_same, one_after_another
+from tests.support.functions_context import SavesInput
 
 Apply = Callable[..., Any]
 
@@ -119,19 +120,6 @@ def trained_on_the_way(apply: Apply) -> Any:
     return x.grad, gathered
 
 
-class Squares(Function):
-    """A function of somebody's own; what it does may be done once a backward only."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * grad * ctx.saved_tensors[0]
-
-
 class Twice(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,8 +136,8 @@ def behind_functions(apply: Apply) -> tuple[Tensor, dict[str, Tensor]]:
     x, u, w = (
         torch.randn(3, 3, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3)
     )
-    z = Squares.apply(x)  # type: ignore[no-untyped-call]
-    held = (z @ w).sin() + Squares.apply(u)  # type: ignore[no-untyped-call]
+    z = SavesInput.apply(x)  # type: ignore[no-untyped-call]
+    held = (z @ w).sin() + SavesInput.apply(u)  # type: ignore[no-untyped-call]
     results = apply([lambda v: v @ w + held.sin(), lambda v: (v @ w) * held], [(u,), (x,)])
     return loss_of(results) + (z / 2).sum(), {"x": x, "u": u, "w": w, "z": z, "h": held}
 

@@ -15,18 +15,22 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server.serving import embedded
+from experts_server.serving.loop_thread import LoopThread
 from moe_autograd.remote import connect
 from moe_autograd.remote.cancelling import Cancellation
 from moe_autograd.remote.placement import Placement
 from moe_autograd.remote.retry import RetryBudget, RetryPolicy
 from tests.support.functions_waiting import PATIENCE_S
-from tests.support.servers import wait_until
+from tests.support.servers import threads_of_servers, wait_until
 from tests.support.subprocesses import assert_prints
 
 
-def no_thread_is_left() -> bool:
-    own = ("expert-watcher", "expert-worker", "experts-server-loop")
-    return not any(thread.name.startswith(own) for thread in threading.enumerate())
+@contextmanager
+def leaving_no_thread() -> Iterator[None]:
+    """Wait until threads of servers have ended that were not there before."""
+    before = threads_of_servers()
+    yield
+    wait_until(lambda: threads_of_servers() <= before)
 
 
 @contextmanager
@@ -87,13 +91,25 @@ def test_a_server_that_is_stopped_while_it_starts_says_so(monkeypatch: pytest.Mo
 
     make = embedded.ExpertServer
     server = ExpertsServer({"e": nn.Linear(4, 4)})
-    with ExpertsServer({"e": nn.Linear(4, 4)}) as other, handling(server.stop):
+    with leaving_no_thread(), ExpertsServer({"e": nn.Linear(4, 4)}) as other, handling(server.stop):
         monkeypatch.setattr(embedded, "ExpertServer", made)
         with pytest.raises(RuntimeError, match="got stop"):
             server.start()
         with torch.no_grad(), connect(other.address) as experts:
             assert experts["e"](torch.ones(1, 4)).shape == (1, 4)
-    wait_until(no_thread_is_left)
+
+
+def test_a_server_that_is_stopped_just_as_it_begins_to_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def acquired() -> LoopThread:
+        signal.raise_signal(signal.SIGUSR1)
+        return acquire()
+
+    acquire = LoopThread.acquire
+    server = ExpertsServer({"e": nn.Linear(4, 4)})
+    monkeypatch.setattr(LoopThread, "acquire", acquired)
+    with leaving_no_thread(), handling(server.stop), pytest.raises(RuntimeError, match="got stop"):
+        server.start()
+    assert server.state != "ready"
 
 
 class SignalsAsItIsSaved(nn.Linear):
@@ -118,10 +134,9 @@ def test_a_server_that_is_stopped_while_it_starts_on_the_loop_leaves_its_folder_
         module.is_heard.set()
         server.stop()
 
-    with handling(stop), pytest.raises(RuntimeError, match="got stop"):
+    with leaving_no_thread(), handling(stop), pytest.raises(RuntimeError, match="got stop"):
         server.start()
     assert server.state != "ready"
-    wait_until(no_thread_is_left)
     with server:
         assert server.state == "ready"
 

@@ -27,7 +27,7 @@ from experts_server.serving.loop_thread import LoopThread
 from experts_server.serving.server import ExpertServer
 from tests.support.gated import Gated, Waiting
 from tests.support.interrupting import interrupted_everywhere
-from tests.support.servers import START_S, WireClient, tokens, wait_until
+from tests.support.servers import START_S, WireClient, threads_of_servers, tokens, wait_until
 
 D = 8
 LOGGER = "experts_server.serving.server"
@@ -177,16 +177,9 @@ def test_a_start_that_is_cancelled_while_grpc_starts_leaves_the_folder_free(
         assert made.state == "ready"
 
 
-OF_SERVERS = {"expert-watcher", "expert-worker", "experts-server-loop"}
-
-
-def threads_of_servers() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.rstrip("0123456789-") in OF_SERVERS}
-
-
 @pytest.fixture
 def of_others() -> set[threading.Thread]:
-    """Threads of servers that an earlier test of this process has left to end by themselves."""
+    """Those that were there before."""
     return threads_of_servers()
 
 

@@ -342,6 +342,12 @@ def wait_until_inside(server: ExpertsServer, num_rpcs: int) -> None:
     wait_until(lambda: f" {num_rpcs} inside" in repr(doorway))
 
 
+def threads_of_servers() -> set[threading.Thread]:
+    """Return those in this process; an earlier test may have left some to end by themselves."""
+    own = {"expert-watcher", "expert-worker", "experts-server-loop"}
+    return {thread for thread in threading.enumerate() if thread.name.rstrip("0123456789-") in own}
+
+
 def num_kept(server: ExpertsServer) -> int:
     """Return how many forwards a server in this process keeps for their backward."""
     assert server._server is not None
