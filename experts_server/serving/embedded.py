@@ -90,6 +90,7 @@ class ExpertsServer:
         self._server: ExpertServer | None = None
         self._is_starting = False
         self._is_given_up = False  # by a handler of a signal, while it starts
+        self._num_ending = 0  # stops under way: one, and those of handlers of signals within it
 
     def _renew_lock(self) -> None:
         self._changing = threading.RLock()  # a start that fails stops; so may a handler of a signal
@@ -191,17 +192,19 @@ class ExpertsServer:
         if self._is_starting:  # on this thread, which is in a handler of a signal
             self._is_given_up = True
             return
-        if self._loop_thread is None:  # another thread has stopped it
-            return
         with uninterrupted():  # but while it waits
+            self._num_ending += 1  # a handler of a signal may come here from any line below
             try:
-                if self._server is not None:
+                if (
+                    self._server is not None and self._loop_thread is not None
+                ):  # another thread has stopped it
                     self._loop_thread.run(self._server.stop())
             finally:
-                # Another signal's handler may have stopped it meanwhile: then it is not to be let go of twice.
-                loop, self._loop_thread = self._loop_thread, None
-                if loop is not None:
-                    loop.release()
+                self._num_ending -= 1
+                if not self._num_ending:
+                    loop, self._loop_thread = self._loop_thread, None
+                    if loop is not None:
+                        loop.release()
 
     def __enter__(self) -> Self:
         return self.start()

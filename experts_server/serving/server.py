@@ -121,7 +121,7 @@ class ExpertServer:
             self.registry, self.doorway, lambda: self.state == "ready", limits.max_tensor_bytes
         )
         self.metrics: MetricsEndpoint | None = None
-        self._is_stopping = asyncio.Event()
+        self._is_stopping, self._has_stopped = asyncio.Event(), asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grpc: grpc.aio.Server | None = None
         self._upkeep: asyncio.Future[list[None]] | None = None
@@ -216,7 +216,11 @@ class ExpertServer:
         """Refuse new calls, wait for those in flight (at most `drain_timeout_s`), save, and close.
 
         Cancelled, it closes without the rest; of a save that is being written it waits for the end.
+        Beside another one it waits for that one's end, and does nothing.
         """
+        if self.state == "draining":
+            await self._has_stopped.wait()
+            return
         if self.state in ("starting", "stopped"):
             if self._loop is None:  # nor was it started
                 self.close()
@@ -238,6 +242,7 @@ class ExpertServer:
                 if not await self.saver.in_thread(self.pool.close, 1.0):
                     logger.warning("stopped while an expert still hangs: %s", self.pool)
             finally:
+                self._has_stopped.set()  # to be seen after this step of the loop
                 self._close()
                 self.state = "stopped"
                 logger.info("stopped")

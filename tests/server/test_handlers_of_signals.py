@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.support.servers import threads_of_servers, wait_until
 from tests.support.subprocesses import assert_prints
 
 
-@contextmanager
+@contextlib.contextmanager
 def leaving_no_thread() -> Iterator[None]:
     """Wait until threads of servers have ended that were not there before."""
     before = threads_of_servers()
@@ -33,7 +33,7 @@ def leaving_no_thread() -> Iterator[None]:
     wait_until(lambda: threads_of_servers() <= before)
 
 
-@contextmanager
+@contextlib.contextmanager
 def handling(handler: Callable[[], object]) -> Iterator[None]:
     before = signal.signal(signal.SIGUSR1, lambda *_: handler())
     try:
@@ -81,6 +81,43 @@ def test_a_server_may_be_stopped_while_it_stops() -> None:
         thread.join(PATIENCE_S)
     assert server.state == "stopped"
     assert len(answers) == 1
+
+
+class SaysItIsSaved(nn.Linear):
+    """The last save of it sends a signal, and ends once that has been heard."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.server: ExpertsServer | None = None
+        self.is_heard = threading.Event()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if self.server is not None and self.server.state == "draining":
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            assert self.is_heard.wait(PATIENCE_S)
+        return super().state_dict(*args, **kwargs)
+
+
+@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "beside another server"])
+def test_a_handler_that_stops_a_server_in_its_last_save_waits_for_it(tmp_path: Path, is_alone: bool) -> None:
+    def stop() -> None:
+        module.is_heard.set()
+        server.stop()
+        seen.append((server.state, any(folder.iterdir())))
+
+    module, seen, folder = SaysItIsSaved(), [], tmp_path / "checkpoints"
+    server = ExpertsServer({"e": module}, config={"checkpoint_dir": str(folder)})
+    module.__dict__["server"] = server
+    other = contextlib.nullcontext() if is_alone else ExpertsServer({"e": nn.Linear(4, 4)})
+    with leaving_no_thread(), other, handling(stop):
+        with server:
+            pass
+        assert server.state == "stopped"
+        assert seen == [("stopped", True)]
+        module.is_heard.clear()
+        with server:  # it may be started again
+            assert server.state == "ready"
+    assert seen == [("stopped", True)] * 2
 
 
 def test_a_server_that_is_stopped_while_it_starts_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
