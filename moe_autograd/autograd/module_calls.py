@@ -140,10 +140,10 @@ class ModuleCall(UsedResults):
         self._has_history = bool(cuts)
         self._upper: Sequence[Edge] = ()  # cuts that lead on to others of its ends (Rule 3)
         inner = [aliases.get(id(value), value) for value in values]
-        inner_args, inner_kwargs = (inner, {}) if spec is None else tree_unflatten(inner, spec)
+        given_to_it = (inner, {}) if spec is None else tree_unflatten(inner, spec)
 
         self._begun = _get_sequence_nr()
-        returned = module(*inner_args, **inner_kwargs)
+        returned = module(*given_to_it[0], **given_to_it[1])
 
         # A call of a backward (Rule 6) ends at the histories of then, whatever these tensors have become since.
         if not shares_graph:
@@ -157,7 +157,7 @@ class ModuleCall(UsedResults):
         self._take_results(returned, given, outer_of, changed)
         if spec is not None:
             known = {*map(id, inner), *outer_of, *self._places}
-            refuse_lost(leaves_of((inner_args, inner_kwargs), dict.fromkeys(known, (None, []))), known)
+            refuse_lost(leaves_of(given_to_it, dict.fromkeys(known, (None, []))), known)
         if changed:
             self._take_changed(changed)
 

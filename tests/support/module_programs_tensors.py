@@ -203,6 +203,22 @@ def containers_that_calls_put_something_into(apply: MapFunction) -> Any:
     return same, finish([y for y, _ in outputs], *xs), owns
 
 
+@program
+def inputs_that_begin_to_require_gradients_beside_what_is_no_tensor(apply: MapFunction) -> Any:
+    """As in networks of physics: gradients by positions are computed of points that are data to everybody else."""
+
+    def forces(given: Any, module: Any = None, *, scale: float = 1.0) -> Tensor:
+        x = given["positions"] if isinstance(given, dict) else given
+        x.requires_grad_()
+        energy = (linear(x) if module is None else module(x)).tanh().sum() * scale
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    (linear,), xs = seeded(lambda: nn.Linear(4, 4), 1), [x.detach() for x in leaves(4)]
+    inputs = [(xs[0],), (xs[1], linear), (xs[2], None), ({"positions": xs[3]},)]
+    outputs = apply([forces] * 4, inputs, [{}, {}, {"scale": 2.0}, {}])
+    return finish(outputs, *xs, *linear.parameters())
+
+
 def losses_put_into_a_list_of_the_callers(apply: MapFunction) -> Any:
     def call(x: Tensor, losses: list[Tensor]) -> Tensor:
         losses.append(x.exp().sum())
