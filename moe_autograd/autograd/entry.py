@@ -253,9 +253,13 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
         """Return the caller's tensor; `None` if nobody has it any more."""
         return self._tensor()
 
-    def again(self) -> _AliasHooks:
-        """Return the hooks of another alias of the same tensor."""
-        other = _AliasHooks(self.tensor(), self._entrance)
+    def again(self, unpacked: Tensor) -> _AliasHooks:
+        """Return the hooks of another alias of the same tensor, made of what the first one was unpacked to.
+
+        Within a checkpoint nobody may have the caller's tensor any more, if no gradient flows to it: then that will do.
+        """
+        tensor = self.tensor_if_alive()
+        other = _AliasHooks(unpacked if tensor is None else tensor, self._entrance)
         other._moving = self._moving
         return other
 
@@ -351,7 +355,7 @@ def entered_again(values: Sequence[Any]) -> Iterator[list[Any]]:
     entered, all_hooks = list(values), []
     for place, value in enumerate(values):
         if isinstance(value, Tensor) and is_entry(value.grad_fn) and value._backward_hooks is None:
-            hooks = value.grad_fn.hooks.again()  # type: ignore[union-attr]
+            hooks = value.grad_fn.hooks.again(value)  # type: ignore[union-attr]
             all_hooks.append(hooks)
             # `torch.vmap` around the backward would want a rule of the entry; what was saved is of no transform.
             with temporarily_clear_interpreter_stack():

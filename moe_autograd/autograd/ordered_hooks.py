@@ -27,7 +27,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -176,7 +176,14 @@ class OrderedHooks:
             return self._unpack(packed)
 
 
-def unpack_ahead(boxes: Sequence[weakref.ref[Box]]) -> None:
+class _Unpacks(Protocol):
+    def unpack_ahead(self) -> None: ...
+
+
+U = TypeVar("U", bound=_Unpacks)
+
+
+def unpack_ahead(boxes: Sequence[weakref.ref[U]]) -> None:
     """Get back what hooks that count have packed into those boxes that a graph still holds (Rule 2)."""
     for reference in boxes:
         if (box := reference()) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -129,3 +130,59 @@ def test_buffers_that_a_backward_changes_are_kept(is_map: bool, update: Any) -> 
             one.step()
             one.zero_grad()
     assert_same_weights(experts, plain)
+
+
+@pytest.mark.parametrize("is_map", [False, True])
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+@pytest.mark.parametrize("retains_graph", [False, True])
+def test_a_checkpoint_around_many_experts_runs_each_again_once(
+    retains_graph: bool, update: Any, is_map: bool
+) -> None:
+    """For each backward that it sees it runs them all again, and each expert's own backward is one."""
+    experts, plain = both(
+        lambda: with_statistics().double(), num=4, optimizer=OPTIMIZERS["sgd"], update=update
+    )
+    optimizers = [OPTIMIZERS["sgd"](module.parameters()) for module in plain]
+
+    def layer(modules: Any, x: Tensor) -> Any:
+        ys = (
+            parallel_apply(list(modules), [(x.sin(),)] * 4)
+            if is_map
+            else [module(x.sin()) for module in modules]
+        )
+        return sum(ys)
+
+    for _ in range(3):
+        x, found = torch.randn(4, 8, dtype=torch.float64, requires_grad=True), []
+        for modules in (experts, plain):
+            y = checkpoint(layer, modules, x, use_reentrant=False)
+            if retains_graph and update == "on_step":
+                torch.autograd.backward(y.cos().sum(), retain_graph=True)
+            y.square().sum().backward()
+            found.append(x.grad)
+            x.grad = None
+        torch.testing.assert_close(*found)
+        experts.step()
+        experts.zero_grad()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    assert_same_weights(experts, plain)
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_what_a_checkpoint_has_computed_again_goes_with_its_backward() -> None:
+    class Expert(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            made.append(weakref.ref(y.untyped_storage()))
+            return y.tanh() * y.sin()
+
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+    experts, _ = both(lambda: Expert(8, 8))
+    x = torch.randn(4, 8, requires_grad=True)
+    y = checkpoint(lambda x: sum(expert(x) for expert in experts), x, use_reentrant=False)
+    assert len(made) == 5
+    y.sum().backward()
+    assert len(made) == 10
+    assert all(storage() is None for storage in made)

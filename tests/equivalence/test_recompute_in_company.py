@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,15 @@ from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.autograd.split_backward import split_backward
 from tests.support.operators import CountOperators
-from tests.support.recomputing import WORKERS, Checkpointed, assert_same, experts_of, ffn, gradients
+from tests.support.recomputing import (
+    WORKERS,
+    Checkpointed,
+    assert_same,
+    experts_of,
+    ffn,
+    gradients,
+    one_after_another_checkpointed,
+)
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -109,6 +118,36 @@ def test_checkpoint_around_the_map() -> None:
         y.sum().backward()
         runs.append([y, x.grad, *gradients(modules)])
     assert_same(*runs)
+
+
+class HeadOfFrozen(nn.Module):
+    """No gradient flows to its input, on which there is a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = ffn(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(lambda grad: grad * 2)
+        with torch.no_grad():
+            features = self.backbone(x)
+        return self.head(features)
+
+
+def test_a_checkpoint_around_recomputed_calls_whose_inputs_nobody_asks_gradients_for() -> None:
+    """In its second run the checkpoint keeps nothing that its backward does not ask for, such as these inputs."""
+    said = []
+    for apply in (parallel_apply, one_after_another_checkpointed):
+        modules = [*experts_of(HeadOfFrozen, num=3), ffn()]
+        x = torch.ones(5, 4, requires_grad=True)
+
+        def layer(x: Tensor, apply: Any = apply, modules: list[nn.Module] = modules) -> Any:
+            options = {"recompute": True} if apply is parallel_apply else {}
+            return sum(apply(modules, [(x.sin(),) for _ in modules], **options))
+
+        checkpoint(layer, x, use_reentrant=False).square().sum().backward()
+        said.append([x.grad, *gradients(modules)])
+    assert_same(*said)
 
 
 def without_what_it_changed(x: Tensor) -> Tensor:

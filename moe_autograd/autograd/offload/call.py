@@ -38,8 +38,9 @@ from moe_autograd.autograd.offload.drawing import Drawing
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.microbatches import Microbatches, Rows, joined
 from moe_autograd.autograd.offload.parts import Part
-from moe_autograd.autograd.offload.saved import MovedActivations, saving
+from moe_autograd.autograd.offload.saved import ByCaller, MovedActivations, saving
 from moe_autograd.autograd.once import not_twice
+from moe_autograd.autograd.ordered_hooks import unpack_ahead
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.result_hooks import skip_missing_gradients
 from moe_autograd.autograd.runs import shown
@@ -63,6 +64,7 @@ class _Piece(NamedTuple):
     weights: dict[str, GradientEdge]
     moved: MovedActivations | None
     rows: Rows
+    ahead: Sequence[weakref.ref[ByCaller]]  # what the caller's hooks are asked for before its backward
 
 
 class OffloadedCall:
@@ -178,11 +180,11 @@ class OffloadedCall:
             cut = self._microbatches.cut(tensors, rows)
             inputs = [let_in(*each) for each in zip(cut, tensors, inlets, strict=True)]
             with self._held.residency.hold([self._held.weights]), torch.enable_grad():
-                with saving(self._held, moved):
+                with saving(self._held, moved) as ahead:
                     result = call(inputs)
                 outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
                 self.grad_dtypes = to_declare(outputs)
-                piece = _Piece(_edges(inputs), _edges(outputs), self._held.weight_edges(), moved, rows)
+                piece = _Piece(_edges(inputs), _edges(outputs), self._held.weight_edges(), moved, rows, ahead)
                 check_reached(self._held.name, piece.outputs, [*piece.inputs, *piece.weights.values()])
                 pieces.append(piece)
                 self.is_trained = self.is_trained or bool(piece.weights)
@@ -223,6 +225,8 @@ class OffloadedCall:
         if self._recompute is not None:  # else what is saved of the weights tells
             self._held.check_weights(self._num_updates)
         self._held.residency.prefetch(self._next_to_load)
+        for piece in pieces:
+            unpack_ahead(piece.ahead)
         found: list[Sequence[Tensor | None]] = []
         updates = for_weights and self._held.updates_on_backward
         is_last = updates and not keep_graph and len(self._held.open_calls) == 1

@@ -7,7 +7,9 @@ expert and the backward would read that one's. Saved-tensor hooks are told of ev
    holds them during the backward. If the weights were changed in between, that raises, as PyTorch does. A buffer that
    the module replaces by another is copied, before that one takes its place when no call runs any more: the graph of a
    plain module would still have the old one.
-2. If the caller has saved-tensor hooks (`save_on_cpu`, a checkpoint), they get every other tensor.
+2. If the caller has saved-tensor hooks (`save_on_cpu`, a checkpoint), they get every other tensor. Those of a
+   checkpoint give it back ahead, in the backward that the caller started: they run the forward again for each
+   backward they see, and the expert's own is one.
 3. Otherwise it is kept, together with its version: PyTorch looks at versions only where there are no hooks.
 4. Or, in micro-batches, it moves: when the micro-batch's forward is done its tensors are copied into one part,
    which leaves memory like any other. What was changed since it was saved raises in the backward.
@@ -18,7 +20,7 @@ expert and the backward would read that one's. Saved-tensor hooks are told of ev
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,7 +31,7 @@ from moe_autograd.autograd.offload.flat import Layout, Place, lies_in
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
-from moe_autograd.autograd.ordered_hooks import handing_on
+from moe_autograd.autograd.ordered_hooks import counts, handing_on
 
 
 class _Saved(Protocol):
@@ -64,14 +66,23 @@ class _InWeights:
         return self._place.find(self._held.weights.buffer)
 
 
-class _ByCaller(NamedTuple):
+class ByCaller:
     """Rule 2."""
 
-    hook: Callable[[Any], Tensor]
-    packed: Any
+    __slots__ = ("__weakref__", "_ahead", "_packed", "_unpack")
+
+    def __init__(self, unpack: Callable[[Any], Tensor], packed: Any) -> None:
+        self._unpack, self._packed = unpack, packed
+        self._ahead: Tensor | None = None
+
+    def unpack_ahead(self) -> None:
+        """Get the tensor back now; once it has been asked for it is kept no longer."""
+        self._ahead = self._unpack(self._packed)
 
     def unpack(self) -> Tensor:
-        return self.hook(self.packed)
+        """Return the tensor."""
+        ahead, self._ahead = self._ahead, None
+        return self._unpack(self._packed) if ahead is None else ahead
 
 
 class _Kept(NamedTuple):
@@ -141,9 +152,13 @@ class _Moved(NamedTuple):
 
 
 @unwindable
-def saving(held: HeldExpert, moved: MovedActivations | None) -> Iterator[None]:
-    """Inside, what autograd saves is saved by the rules above. The expert's weights are held."""
+def saving(held: HeldExpert, moved: MovedActivations | None) -> Iterator[Sequence[weakref.ref[ByCaller]]]:
+    """Inside, what autograd saves is saved by the rules above; yields what to unpack ahead of a backward (Rule 2).
+
+    The expert's weights are held.
+    """
     by_caller: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    ahead: list[weakref.ref[ByCaller]] = []
 
     def pack(tensor: Tensor) -> _Saved:
         # not from outside: the graph holds this function, and with it what it refers to
@@ -154,19 +169,23 @@ def saving(held: HeldExpert, moved: MovedActivations | None) -> Iterator[None]:
         if tensor.layout is not torch.strided:
             tensor = tensor.clone()
         if by_caller is not None:
-            return _ByCaller(by_caller[1], by_caller[0](tensor))
+            saved = ByCaller(by_caller[1], by_caller[0](tensor))
+            if is_counting:
+                ahead.append(weakref.ref(saved))
+            return saved
         if moved is not None and tensor.layout is torch.strided:
             return moved.add(tensor)
         return _Kept(_cut_off(tensor), tensor._version)
 
     to = None if by_caller is None else by_caller[0]
+    is_counting = to is not None and counts(to)
     with (
         uninterrupted() as section,
         handing_on(pack, to),
         torch.autograd.graph.saved_tensors_hooks(pack, _unpack),
         section.opened(),
     ):
-        yield
+        yield ahead
 
 
 def _cut_off(tensor: Tensor) -> Tensor:
