@@ -316,7 +316,7 @@ class Connection:
         """Return the `state_dict` of each named expert, by name."""
         names_at: dict[str, list[str]] = {}
         for name in names:
-            names_at.setdefault(self.address_of(name), []).append(name)
+            names_at.setdefault(self._finding.home_of(name), []).append(name)
 
         def once(channel: Channel, own: list[str], operation: Operation) -> dict[str, State]:
             layouts = {name: self.hosted[name].layout for name in own}

@@ -95,6 +95,10 @@ class Finding:
         """
         return self.placement.hosts_of(name) or self.hosted[name].addresses
 
+    def home_of(self, name: str) -> str:
+        """Return the server of the weights that this client trains; where nobody says that he has it, as `hosts_of`."""
+        return self.placement.home_of(name) or self.hosted[name].addresses[0]
+
     def is_lost(self, address: str) -> bool:
         """Tell whether a server has failed and not answered since, or is known no more."""
         return self.placement.is_lost(address) or address not in self.servers.addresses

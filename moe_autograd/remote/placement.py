@@ -219,6 +219,21 @@ class Placement:
             )
         )
 
+    def home_of(self, name: str) -> str:
+        """Return where the weights are that this client trains: at the chosen replica, however lately it has failed.
+
+        Where that is lost and the expert has moved, there. Empty: nobody hosts it.
+        """
+        hosts = self.hosts_of(name)
+        if len(hosts) < 2 or not self._rests:
+            return hosts[0] if hosts else ""
+        with self._lock:
+            if not self._ordered_hosts(name):
+                return ""
+            chosen = self._favourites[name]
+            moved_to = self.moved_to(name, chosen) if self.is_lost(chosen) else ()
+            return moved_to[0] if moved_to else chosen
+
     def replica_of(self, name: str, address: str) -> int:
         """Return which of several replicas is, or was, at an address; 0: there is one only, or nobody can tell.
 

@@ -191,6 +191,25 @@ class TestWithoutALayer:
                 assert y.grad_fn.calls[0].address == stays.address
                 torch.testing.assert_close(y, module(x))
 
+    def test_weights_are_of_the_replica_that_is_trained_though_another_one_answered_meanwhile(self):
+        weights = [nn.Linear(D_MODEL, D_MODEL) for _ in range(2)]
+        with (
+            ExpertsServer({"ffn.0": weights[0]}, optimizer=sgd) as one,
+            ExpertsServer({"ffn.0": weights[1]}, optimizer=sgd) as other,
+            Proxy(one.address) as first,
+            Proxy(other.address) as second,
+            connect([first.address, second.address], timeout_s=ENDLESS_S, retry=PATIENT) as experts,
+        ):
+            trained = int(experts["ffn.0"].hosted.addresses[0] == second.address)
+            lost = (first, second)[trained]
+            lost.is_black_hole = True
+            with torch.no_grad():
+                y = experts["ffn.0"](torch.ones(1, D_MODEL))
+                torch.testing.assert_close(y, weights[1 - trained](torch.ones(1, D_MODEL)))
+            lost.is_black_hole = False
+            lost.cut()
+            assert torch.equal(experts["ffn.0"].state_dict()["weight"], weights[trained].weight)
+
     def test_a_call_that_only_a_silent_server_can_answer_ends_with_the_patience(self, hosted):
         with connect(hosted.addresses, timeout_s=ENDLESS_S, retry=RetryPolicy(patience_s=0.2)) as experts:
             hosted.lose("silent")

@@ -53,6 +53,18 @@ class TestPlacement:
         assert not placement.is_lost("a")
         assert placement.hosts_of("ffn.0") == ("a", "b")
 
+    def test_the_weights_that_are_trained_are_at_a_server_that_failed_unless_the_expert_has_moved(self):
+        placement = self.make(a=("ffn.0",), b=("ffn.0",), c=())
+        placement.note_failure("a")
+        assert (placement.hosts_of("ffn.0"), placement.home_of("ffn.0")) == (("b", "a"), "a")
+        placement.note_replies("abc", {"b": reply("ffn.0"), "c": reply("ffn.0")})
+        assert placement.home_of("ffn.0") == "c"
+        placement.note_replies("abc", {"a": reply("ffn.0"), "b": reply("ffn.0")})
+        placement.note_success("a")
+        assert placement.home_of("ffn.0") == "a"
+        placement.note_failure("b")
+        assert placement.home_of("ffn.0") == "a"
+
     def test_one_that_fails_again_comes_last_for_twice_as_long_up_to_half_a_minute(self, monkeypatch):
         now = [100.0]
         monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -201,7 +213,8 @@ class TestPlacement:
         assert not placement.has_strangers, "nobody asks what is hosted there"
 
     def test_an_unknown_expert_has_no_host(self):
-        assert self.make(a=()).hosts_of("ffn.0") == ()
+        placement = self.make(a=())
+        assert (placement.hosts_of("ffn.0"), placement.home_of("ffn.0")) == ((), "")
 
 
 def test_what_was_told_before_does_not_take_the_place_of_what_is_told_later():
