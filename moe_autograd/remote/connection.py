@@ -91,7 +91,7 @@ class Connection:
         return self._delivery.settings.encodings.compression
 
     def address_of(self, name: str) -> str:
-        """Return the server that the next call of an expert goes to, as far as is known."""
+        """Return the server that the next call of an expert goes to, as far as is known; not of a training."""
         return self._finding.hosts_of(name)[0]
 
     def ask(self, *, allow_missing: bool = False) -> dict[str, HostedExpert]:
@@ -216,7 +216,9 @@ class Connection:
         for call, args in zip(calls, inputs, strict=True):
             call.encoding = encoding
             request = forward_request(self.numbering.client_id, call, args, encoding)
-            jobs.append(Job(request, self._finding.hosts_of(call.expert)[0], index=call.index))
+            is_training = call.keep_graph and self.hosted[call.expert].is_trained
+            address = self._finding.home_of(call.expert) if is_training else self.address_of(call.expert)
+            jobs.append(Job(request, address, index=call.index, is_training=is_training))
         is_whole = False  # Ctrl-C may end it anywhere
         try:
             with self._delivery.operations.begin() as operation:

@@ -5,8 +5,9 @@
     deliver(rpc, jobs) ── fanout ──┬─ server A: stream ─ what failed: pause, look again ─ stream ─ ...
                                    └─ server B: stream
 
-A forward may move to any replica, a backward only to a server that its expert has moved to (see `placement`): otherwise
-it stays with the server that knows its sequence number.
+A forward may move to any replica, but for one that records gradients of a trained expert: replicas that are trained
+are different experts, so that it goes to the weights that this client trains. A backward goes only to a server that its
+expert has moved to (see `placement`): otherwise it stays with the server that knows its sequence number.
 
 A server that is lost (see `finding`) is looked for before anything is sent to it, and waited for only by those who
 need it: not by a layer whose tokens all have enough other experts, nor by an optimizer that goes on without it.
@@ -230,6 +231,9 @@ class Delivery:
             lost = self.finding.look_briefly(operation)
         for job in jobs:
             name = job.request.expert
+            if job.is_training:
+                job.move_to(self.finding.home_of(name))
+                continue
             if rpc == "Forward":
                 hosts = placement.hosts_of(name)
             else:

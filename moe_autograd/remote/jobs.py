@@ -30,6 +30,7 @@ class Job:
         outcome: what has become of it.
         index: of the call in its pass.
         is_needed: whether its server is waited for if that is lost.
+        is_training: of a forward: whether it is one of a training, which goes to no replica.
     """
 
     request: Request
@@ -37,6 +38,7 @@ class Job:
     outcome: Outcome = field(default_factory=lambda: _NOT_YET)
     index: int = 0
     is_needed: Callable[[], bool] = lambda: True
+    is_training: bool = False
 
     def move_to(self, address: str) -> None:
         """Let it go there next."""

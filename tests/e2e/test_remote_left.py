@@ -172,9 +172,10 @@ def test_a_forward_whose_answer_was_lost_before_a_replica_answered_is_forgotten(
     hedge: HedgePolicy | bool,
 ) -> None:
     replicas = [Begins(D, D), Begins(D, D)]
+    optimizer = sgd if hedge else None  # else a forward of a training goes to no replica
     with (
-        ExpertsServer({"e": replicas[0]}, optimizer=sgd) as one,
-        ExpertsServer({"e": replicas[1]}, optimizer=sgd) as other,
+        ExpertsServer({"e": replicas[0]}, optimizer=optimizer) as one,
+        ExpertsServer({"e": replicas[1]}, optimizer=optimizer) as other,
         Proxy(one.address) as to_one,
         Proxy(other.address) as to_other,
         connect([to_one.address, to_other.address], timeout_s=START_S, hedge=hedge) as experts,
@@ -188,7 +189,7 @@ def test_a_forward_whose_answer_was_lost_before_a_replica_answered_is_forgotten(
             second.begin = lambda: (has_begun.set(), wait_until(lambda: proxy.num_cut == 1))
         proxy.cut_after("answers", 100_000)  # in the middle of the answer: it has been computed
         proxy.is_gone = True
-        y = experts["e"](torch.ones(1 << 14, D))
+        y = experts["e"](torch.ones(1 << 14, D, requires_grad=True))
         assert proxy.num_cut == 1
         assert num_kept(asked_first) == 1
         first.begin = second.begin = lambda: None
@@ -196,7 +197,7 @@ def test_a_forward_whose_answer_was_lost_before_a_replica_answered_is_forgotten(
         proxy.is_gone = False
 
         def are_forgotten() -> bool:
-            experts["e"](torch.ones(1, D)).sum().backward()
+            experts["e"](torch.ones(1, D, requires_grad=True)).sum().backward()
             return num_kept(one) + num_kept(other) == 0
 
         wait_until(are_forgotten)

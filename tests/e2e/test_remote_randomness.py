@@ -248,7 +248,7 @@ def test_a_hedged_forward_has_the_masks_of_the_first_one() -> None:
 
 def test_so_has_one_that_is_made_again_on_a_replica() -> None:
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(ExpertsServer(make(), optimizer=sgd)) for _ in range(2)]
+        servers = [stack.enter_context(ExpertsServer(make())) for _ in range(2)]
         experts = stack.enter_context(connect([server.address for server in servers]))
         expected = trained(experts[NAMES[0]])
         asked_first = experts.connection._finding.hosts_of(NAMES[0])[0]

@@ -5,6 +5,7 @@ Nothing here would return if a lost server were waited for: patience and deadlin
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 
@@ -191,25 +192,6 @@ class TestWithoutALayer:
                 assert y.grad_fn.calls[0].address == stays.address
                 torch.testing.assert_close(y, module(x))
 
-    def test_weights_are_of_the_replica_that_is_trained_though_another_one_answered_meanwhile(self):
-        weights = [nn.Linear(D_MODEL, D_MODEL) for _ in range(2)]
-        with (
-            ExpertsServer({"ffn.0": weights[0]}, optimizer=sgd) as one,
-            ExpertsServer({"ffn.0": weights[1]}, optimizer=sgd) as other,
-            Proxy(one.address) as first,
-            Proxy(other.address) as second,
-            connect([first.address, second.address], timeout_s=ENDLESS_S, retry=PATIENT) as experts,
-        ):
-            trained = int(experts["ffn.0"].hosted.addresses[0] == second.address)
-            lost = (first, second)[trained]
-            lost.is_black_hole = True
-            with torch.no_grad():
-                y = experts["ffn.0"](torch.ones(1, D_MODEL))
-                torch.testing.assert_close(y, weights[1 - trained](torch.ones(1, D_MODEL)))
-            lost.is_black_hole = False
-            lost.cut()
-            assert torch.equal(experts["ffn.0"].state_dict()["weight"], weights[trained].weight)
-
     def test_a_call_that_only_a_silent_server_can_answer_ends_with_the_patience(self, hosted):
         with connect(hosted.addresses, timeout_s=ENDLESS_S, retry=RetryPolicy(patience_s=0.2)) as experts:
             hosted.lose("silent")
@@ -225,6 +207,102 @@ class TestWithoutALayer:
         hosted.lose("silent")
         with connect(hosted.addresses, timeout_s=ENDLESS_S, allow_missing=True) as experts:
             assert list(experts) == ["ffn.0"]
+
+
+class Trained:
+    """`ffn.0`, trained, on two servers with weights of their own, each behind a proxy; a client trains one of them."""
+
+    def __init__(self) -> None:
+        self.modules = [nn.Linear(D_MODEL, D_MODEL).double() for _ in range(2)]
+        self.servers = [ExpertsServer({"ffn.0": module}, optimizer=sgd).start() for module in self.modules]
+        self.proxies = [Proxy(server.address) for server in self.servers]
+        self.which = 0
+
+    def connect(self, patience_s: float = ENDLESS_S) -> RemoteExperts:
+        addresses = [proxy.address for proxy in self.proxies]
+        experts = connect(addresses, timeout_s=ENDLESS_S, retry=RetryPolicy(patience_s=patience_s))
+        self.which = addresses.index(experts["ffn.0"].hosted.addresses[0])
+        return experts
+
+    def lose(self) -> None:
+        """Let the server of the replica that is trained say nothing."""
+        self.proxies[self.which].is_black_hole = True
+
+    def give_back(self) -> None:
+        self.proxies[self.which].is_black_hole = False
+        self.proxies[self.which].cut()
+
+    def check_is_of_the_other(self, y: Tensor, x: Tensor) -> None:
+        torch.testing.assert_close(y, self.modules[1 - self.which](x))
+
+
+@pytest.fixture
+def trained() -> Iterator[Trained]:
+    trained = Trained()
+    with trained.proxies[0], trained.proxies[1]:
+        yield trained
+        for server in trained.servers:
+            server.stop()
+
+
+class TestReplicasThatAreTrained:
+    """They are different experts: what trains one of them does not go over to the other."""
+
+    def test_weights_are_of_the_one_that_is_trained_though_the_other_answered_meanwhile(self, trained):
+        with trained.connect() as experts:
+            trained.lose()
+            with torch.no_grad():
+                trained.check_is_of_the_other(experts["ffn.0"](tokens()), tokens())
+            trained.give_back()
+            assert torch.equal(experts["ffn.0"].state_dict()["weight"], trained.modules[trained.which].weight)
+
+    def test_a_training_goes_on_at_its_own_as_soon_as_that_answers(self, trained):
+        with trained.connect() as experts:
+            optimizer = RemoteOptimizer(experts)
+            twin = copy.deepcopy(trained.modules[trained.which])
+            local = sgd(twin.parameters())
+            for _ in range(2):
+                trained.lose()
+                with torch.no_grad():
+                    trained.check_is_of_the_other(experts["ffn.0"](tokens()), tokens())
+                trained.give_back()
+                y, expected = experts["ffn.0"](tokens()), twin(tokens())
+                torch.testing.assert_close(y, expected)
+                for loss, own in ((y.square().sum(), optimizer), (expected.square().sum(), local)):
+                    own.zero_grad()
+                    loss.backward()
+                    own.step()
+            torch.testing.assert_close(trained.modules[trained.which].weight, twin.weight)
+            assert trained.servers[1 - trained.which].num_updates == {"ffn.0": 0}
+
+    @pytest.mark.parametrize("is_frozen", [False, True], ids=["", "frozen, with inputs that are trained"])
+    def test_a_forward_that_records_gradients_raises_where_its_own_does_not_come_back(
+        self, trained, is_frozen
+    ):
+        with trained.connect(patience_s=0.2) as experts:
+            experts["ffn.0"].requires_grad_(not is_frozen)
+            trained.lose()
+            for _ in range(2):
+                with pytest.raises(ServerUnavailableError, match=trained.proxies[trained.which].address):
+                    experts["ffn.0"](tokens())
+
+    def test_one_that_records_none_goes_to_the_other(self, trained):
+        with trained.connect() as experts:
+            trained.lose()
+            experts["ffn.0"].requires_grad_(False)
+            for _ in range(2):
+                trained.check_is_of_the_other(experts["ffn.0"](tokens().detach()), tokens())
+
+    def test_a_layer_that_may_drop_it_goes_on_without_it(self, trained):
+        with trained.connect() as experts:
+            local = nn.Linear(D_MODEL, D_MODEL).double()
+            router = TopKRouter(D_MODEL, 2, top_k=2).double()
+            layer = MixtureOfExperts(router, [local, experts["ffn.0"]], on_failure="drop")
+            trained.lose()
+            y, routing = layer(x := tokens(), return_routing=True)
+            both = [local, trained.modules[trained.which]]
+            torch.testing.assert_close(y, combine_survivors(x, router(x), both, lost_in_forward={1}))
+            assert [failure.phase for failure in routing.failures] == ["forward"]
 
 
 def in_thread(call: Callable[[], object]) -> Callable[[], object]:

@@ -255,6 +255,22 @@ class TestReplicas:
             experts.load_state_dict(WEIGHTS)
             assert torch.equal(experts.state_dict()["ffn.0.weight"], torch.eye(4))
 
+    def test_a_forward_of_a_training_finds_it_where_it_has_moved(self, servers):
+        replicas = [{"ffn.0": nn.Linear(4, 4)} for _ in range(2)]
+        servers.start(*replicas, {})
+        with connected(servers) as experts:
+            optimizer = RemoteOptimizer(experts)
+            moves = servers.addresses.index(experts["ffn.0"].hosted.addresses[0])
+            hosted = [None if index == moves else replica for index, replica in enumerate(replicas)]
+            servers.restart(*hosted, replicas[moves])
+            for _ in range(2):
+                optimizer.zero_grad()
+                y = experts["ffn.0"](X)
+                assert torch.equal(y, replicas[moves]["ffn.0"](X))
+                y.sum().backward()
+                optimizer.step()
+            assert torch.equal(experts.state_dict()["ffn.0.weight"], replicas[moves]["ffn.0"].weight)
+
     def test_a_backward_is_not_sent_to_it(self, servers):
         servers.start(make_modules(0), make_modules(0))
         with connected(servers) as experts:
