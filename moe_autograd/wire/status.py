@@ -171,8 +171,13 @@ def _in_our_words(details: str) -> str:
     failed = _NOT_CONNECTED.fullmatch(details)
     if failed is None:
         return details
+    got = (
+        failed[1].partition("\0")[0].rstrip()
+    )  # of a socket that could not be made grpc adds the bytes of its address
+    if "Too many open files" in got:
+        return f"expected a connection, got {got!r}. Raise the limit of open files of this process."
     return (
-        f"expected a connection, got {failed[1]!r}. Is the server started, is this its address, do both use TLS or "
+        f"expected a connection, got {got!r}. Is the server started, is this its address, do both use TLS or "
         "neither, does it want a certificate of yours?"
     )
 

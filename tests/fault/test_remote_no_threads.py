@@ -1,4 +1,5 @@
-"""A client whose system has no thread to give: it goes on with those it has, or says so; nothing hangs afterwards."""
+"""A client whose system has no thread or no file descriptor to give: it goes on with those it has, or says so;
+nothing hangs afterwards."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from torch import nn
 
 from experts_server import ExpertsServer
 from moe_autograd import parallel_apply
-from moe_autograd.errors import RemoteError
+from moe_autograd.errors import RemoteError, ServerUnavailableError
 from moe_autograd.remote import HedgePolicy, RemoteExperts, RemoteOptimizer, RetryPolicy, connect, in_thread
 from moe_autograd.remote.cancelling import Cancellation
 from moe_autograd.remote.fanout import Fanout
 from tests.support.hosting import LR, sgd
-from tests.support.scarce import no_thread_to_give
+from tests.support.scarce import no_descriptor_to_give, no_thread_to_give
 from tests.support.servers import START_S
 
 ONCE = RetryPolicy(max_retries=0)
@@ -81,6 +82,16 @@ def test_what_grpc_needs_a_thread_for_is_refused_and_works_again_later(
         with no_thread_to_give(), pytest.raises(RemoteError, match=message):
             send()
         send()
+
+
+def test_what_there_is_no_descriptor_for_says_what_to_raise_and_works_later(addresses: list[str]) -> None:
+    message = r"expected a connection, got '[\w: ]*Too many open files'\. Raise the limit of open files"
+    with connect(addresses[0], timeout_s=START_S):  # imports what connecting needs
+        pass
+    with no_descriptor_to_give(), pytest.raises(ServerUnavailableError, match=message):
+        connect(addresses[0], timeout_s=START_S)
+    with connect(addresses[0], timeout_s=START_S) as experts:
+        assert experts["a"](torch.ones(1, 4)).shape == (1, 4)
 
 
 def test_a_name_that_is_asked_for_stands_for_what_it_did(addresses: list[str]) -> None:

@@ -20,6 +20,17 @@ def no_thread_to_give() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def no_descriptor_to_give() -> Iterator[None]:
+    """Within, this process opens no file and no socket; those that are open stay so."""
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+
+
+@contextlib.contextmanager
 def full_disk() -> Iterator[None]:
     """Within, no file takes another byte of this process."""
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -127,6 +127,17 @@ def test_a_connection_that_grpc_could_not_make_is_told_with_its_reason_and_what_
     )
 
 
+def test_a_connection_for_which_this_process_has_no_descriptor_is_told_with_what_to_raise():
+    details = (
+        "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:3: "
+        "socket: Too many open files\n\0\x81\x13\0\0\0\0\0\xff\xff\x7f\0\0\x01"
+    )
+    error = error_of_rpc(grpc.StatusCode.UNAVAILABLE, details, None, "server at a.b:3")
+    told = "expected a connection, got 'socket: Too many open files'. Raise the limit of open files of this process."
+    assert isinstance(error, errors.ServerUnavailableError)
+    assert str(error) == f"server at a.b:3: {told}"
+
+
 @pytest.mark.parametrize(
     ("details", "reason"),
     [
