@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,7 @@ def test_a_write_that_fails_leaves_no_half_file(tmp_path: Path) -> None:
     store, flat = FolderStore(tmp_path), torch.zeros(4, dtype=torch.uint8)
 
     class Unwritable(Layout):
-        def header(self) -> bytes:
+        def header(self, metadata: Mapping[str, str] | None = None) -> bytes:
             return "no bytes"  # type: ignore[return-value]
 
     with pytest.raises(TypeError):

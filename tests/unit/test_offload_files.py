@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +100,51 @@ def test_a_file_that_belongs_to_a_checkpoint_is_not_written_over(tmp_path: Path)
     assert store.path("x").stat().st_ino == inode, "its own file it writes over"
 
 
-@pytest.mark.parametrize("size", [0, 7, 12, 20, 64, 68, 75, 77])
+@pytest.mark.parametrize("size", [0, 7, 12, 20, 128, 132, 139, 141])
 def test_a_file_of_another_size_raises_instead_of_giving_shifted_bytes(tmp_path: Path, size: int) -> None:
     """The bytes had been looked for from the end of the file."""
     store, layout = FolderStore(tmp_path / "store"), Layout.of({"x": torch.ones(3)})
     store.write("x", layout, torch.zeros(12, dtype=torch.uint8))
-    assert store.path("x").stat().st_size == 64 + 12
+    assert store.path("x").stat().st_size == 128 + 12
     os.truncate(store.path("x"), size)
     with pytest.raises(OSError, match=rf"store.x: expected \d+ \+ 12 bytes, got {size}: .* Go back to"):
         store.read("x", torch.empty(12, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("how", ["replaced", "in place", "after restore"])
+def test_an_older_copy_of_a_file_raises_instead_of_giving_older_numbers(tmp_path: Path, how: str) -> None:
+    """As when the disk's snapshot was rolled back, or a backup was restored, while the experts train."""
+    store, layout = FolderStore(tmp_path / "store"), Layout.of({"x": torch.ones(3)})
+    path, back, last = store.path("x"), torch.empty(12, dtype=torch.uint8), 2
+    for number in range(3):
+        store.write("x", layout, torch.full((12,), number, dtype=torch.uint8))
+        shutil.copy2(path, tmp_path / str(number))
+    if how == "after restore":
+        last = 0
+        store.link(tmp_path / "0", "x")
+    store.read("x", back)
+    assert back.tolist() == [last] * 12
+    if how != "in place":
+        path.unlink()
+    shutil.copy2(tmp_path / "1", path)
+    with pytest.raises(
+        OSError, match=r"store.x: expected what was written last, got an older copy .* Go back"
+    ):
+        store.read("x", back)
+    shutil.copy2(tmp_path / str(last), path)
+    store.read("x", back)
+    assert back.tolist() == [last] * 12, "another copy of what was written last is as good"
+
+
+def test_a_file_of_another_store_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    """Such as the folder's copy from before a restart, whose writes were counted alike."""
+    layout = Layout.of({"x": torch.ones(3)})
+    first, second = FolderStore(tmp_path / "first"), FolderStore(tmp_path / "second")
+    for store in (first, second):
+        store.write("x", layout, torch.zeros(12, dtype=torch.uint8))
+    shutil.copy(first.path("x"), second.path("x"))
+    with pytest.raises(OSError, match="expected what was written last"):
+        second.read("x", torch.empty(12, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("is_folder", [False, True], ids=["ram", "folder"])

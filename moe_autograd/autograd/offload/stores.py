@@ -9,6 +9,7 @@ checkpoint as well.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,9 @@ import torch
 from moe_autograd._contexts import contextmanager
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.folder_locks import FolderLock
+
+# of a file of a `FolderStore`: the length of its header, `{"__metadata__":{"write":"`, and the mark
+_BEGIN_BYTES = 67
 
 
 class Store(Protocol):
@@ -79,7 +83,8 @@ class RamStore:
 class FolderStore:
     """Files in the layout of safetensors, written over and over; they mean nothing to another process.
 
-    A file that has a second name, in a checkpoint, is never written over: a new one takes its place.
+    A file that has a second name, in a checkpoint, is never written over: a new one takes its place. Each write puts a
+    mark of its own into the header, by which an older copy of the file is known, whoever put that there and however.
 
     Args:
         folder: made if it is not there; what it has is removed.
@@ -88,6 +93,8 @@ class FolderStore:
 
     def __init__(self, folder: Path, lock: FolderLock | None = None) -> None:
         self._folder, self.lock = folder, lock
+        self._own, self._numbers = os.urandom(8).hex(), itertools.count()
+        self._begins: dict[str, bytes] = {}  # of each file, up to the mark of what was written last
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for stale in folder.iterdir():
@@ -103,33 +110,37 @@ class FolderStore:
 
     def write(self, name: str, layout: Layout, flat: torch.Tensor) -> None:
         """See `Store`."""
-        path, header = self.path(name), layout.header()
+        path, header = self.path(name), layout.header({"write": f"{self._own}-{next(self._numbers):016x}"})
         if _is_ours_alone(path, len(header) + flat.numel()):
             _write(path, os.O_WRONLY, header, flat)
-            return
-        new = path.with_name(f"{name}.new")
-        try:
-            _write(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, header, flat)
-            os.replace(new, path)
-        except BaseException:  # the disk may be full
-            new.unlink(missing_ok=True)
-            raise
+        else:
+            _write_new(path, header, flat)
+        self._begins[name] = header[:_BEGIN_BYTES]
 
     def link(self, path: Path, name: str) -> None:
         """Keep what another file has, which will not be written over."""
+        with opened(path, os.O_RDONLY) as fd:
+            begin = os.pread(fd, _BEGIN_BYTES, 0)
         self.remove(name)
         os.link(path, self.path(name))
+        self._begins[name] = begin
 
     def read(self, name: str, flat: torch.Tensor) -> None:
         """See `Store`."""
         path = self.path(name)
         host = flat if flat.device.type == "cpu" else _on_host(flat)
         with opened(path, os.O_RDONLY) as fd:
-            begin, size = 8 + int.from_bytes(os.pread(fd, 8, 0), "little"), os.fstat(fd).st_size
+            found, size = os.pread(fd, _BEGIN_BYTES, 0), os.fstat(fd).st_size
+            begin = 8 + int.from_bytes(found[:8], "little")
             if size != begin + host.numel():
                 raise OSError(
                     f"{path}: expected {begin} + {host.numel()} bytes, got {size}: somebody else cut or replaced the "
                     "file. Go back to a checkpoint (restore())."
+                )
+            if found != self._begins[name]:
+                raise OSError(
+                    f"{path}: expected what was written last, got an older copy or another file: somebody else "
+                    "replaced the file. Go back to a checkpoint (restore())."
                 )
             rest, position = _bytes_of(host), begin
             while rest:
@@ -142,6 +153,7 @@ class FolderStore:
 
     def remove(self, name: str) -> None:
         """See `Store`."""
+        self._begins.pop(name, None)
         self.path(name).unlink(missing_ok=True)
 
 
@@ -151,6 +163,16 @@ def _is_ours_alone(path: Path, num_bytes: int) -> bool:
     except FileNotFoundError:
         return False
     return status.st_nlink == 1 and status.st_size == num_bytes
+
+
+def _write_new(path: Path, header: bytes, flat: torch.Tensor) -> None:
+    new = path.with_name(f"{path.name}.new")
+    try:
+        _write(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, header, flat)
+        os.replace(new, path)
+    except BaseException:  # the disk may be full
+        new.unlink(missing_ok=True)
+        raise
 
 
 def _write(path: Path, flags: int, header: bytes, flat: torch.Tensor) -> None:
