@@ -34,6 +34,7 @@ _SHOWN = {
     "experts_queue_calls": "waiting",
     "experts_updates": "updates",
 }
+_OF_EACH_SERVER = "experts_server_ready "
 
 
 @dataclass
@@ -57,20 +58,28 @@ def read(address: str, timeout_s: float = 10.0) -> Reading:
     no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on loopback, or next door
     try:
         with no_proxy.open(f"http://{address}/metrics", timeout=timeout_s) as reply:
-            text = reply.read().decode()
+            totals = _totals_in(reply.read().decode())
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise ServerUnavailableError(
             f"metrics at {address}: expected an answer, got {_in_words(error)}. "
             "Is the server started with metrics_listen, and this its address?"
         ) from error
-    reading = Reading(time.monotonic())
-    lines = [line for line in text.splitlines() if line.partition("{")[0] in _SHOWN]  # most are of histograms
-    for family in text_string_to_metric_families("\n".join([*lines, ""])):
+    return Reading(time.monotonic(), totals)
+
+
+def _totals_in(text: str) -> Totals:
+    """Return what is shown of an answer; raises `ValueError` if that is not of a server of experts, or not whole."""
+    totals: Totals = {}
+    lines = text.splitlines()
+    if not any(line.startswith(_OF_EACH_SERVER) for line in lines):
+        raise ValueError("no experts_server_ready among its lines")
+    shown = [line for line in lines if line.partition("{")[0] in _SHOWN]  # most are of histograms
+    for family in text_string_to_metric_families("\n".join([*shown, ""])):
         for sample in family.samples:
             what, expert = _SHOWN.get(sample.name), sample.labels.get("expert")
             if what is not None and expert is not None:
-                reading.totals[expert, what] = reading.of(expert, what) + sample.value
-    return reading
+                totals[expert, what] = totals.get((expert, what), 0.0) + sample.value
+    return totals
 
 
 def _in_words(error: Exception) -> str:

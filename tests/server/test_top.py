@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import http.server
 import io
 import os
 import pty
@@ -12,7 +13,8 @@ import signal
 import socket
 import struct
 import termios
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 from click.testing import CliRunner
@@ -134,6 +136,52 @@ def test_top_of_a_port_that_does_not_speak_http_says_so(server: ExpertsServer) -
     ) as refused:
         read(server.address)
     assert str(refused.value).isprintable(), "what a gRPC server answers would move the terminal's cursor"
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[bytes], str]]:
+    """Have somebody answer each request over HTTP so, at the address that this returns."""
+    answers: list[bytes] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answers[-1])
+
+        def log_message(self, *arguments: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+
+        def answer(text: bytes) -> str:
+            answers.append(text)
+            return f"127.0.0.1:{other.server_port}"
+
+        yield answer
+        other.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (b"<html>hello</html>", "no experts_server_ready among its lines"),
+        (b"node_cpu_seconds_total 1\n", "no experts_server_ready among its lines"),
+        (b'experts_server_ready 1.0\nexperts_updates{expert="ff', "could not convert string to float"),
+    ],
+    ids=["page", "another exporter", "cut short"],
+)
+def test_top_of_what_is_not_the_metrics_of_a_server_of_experts_says_so(
+    answering: Callable[[bytes], str], answer: bytes, got: str
+) -> None:
+    """An empty table had been shown, or a traceback."""
+    shown = CliRunner().invoke(main, ["top", answering(answer), "--looks", "1", "--interval-s", "0.1"])
+    assert shown.exit_code == 1
+    assert re.search(
+        rf"expected an answer, got .{got}.*\. Is the server started with metrics_listen", shown.output
+    )
 
 
 def test_top_in_a_pipe_writes_each_look_below_the_other(server: ExpertsServer) -> None:
