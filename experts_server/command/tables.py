@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -101,4 +102,11 @@ def _needed(column: Column) -> int:
 def console_of_any_width() -> Console:
     """Return stdout: as wide as the terminal, or as what is written."""
     console = Console()
+    if console.is_dumb_terminal:  # rich would take each for one of 80 columns
+        return Console(width=shutil.get_terminal_size().columns, height=WIDE)
     return console if console.is_terminal else Console(width=WIDE)
+
+
+def can_redraw(console: Console) -> bool:
+    """Whether a table can take the place of the one before: in a terminal that is not dumb."""
+    return console.is_terminal and not console.is_dumb_terminal

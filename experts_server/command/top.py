@@ -18,7 +18,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from experts_server.command.tables import EndOf, console_of_any_width, fit, fit_screen, plain_table
+from experts_server.command.tables import (
+    EndOf,
+    can_redraw,
+    console_of_any_width,
+    fit,
+    fit_screen,
+    plain_table,
+)
 from moe_autograd._natural_order import natural_order
 from moe_autograd.errors import ServerUnavailableError
 
@@ -136,7 +143,9 @@ def _row_of(expert: str, before: Reading, now: Reading, elapsed_s: float) -> _Ro
 
 
 def watch(address: str, interval_s: float, num_looks: int | None) -> None:
-    """Show the table again and again until Ctrl-C, or `num_looks` times; one below the other where nobody looks.
+    """Show the table again and again until Ctrl-C, or `num_looks` times.
+
+    In a pipe and on a dumb terminal, one below the other.
 
     Raises:
         ServerUnavailableError: nobody answers at the first look, or at the last of `num_looks`.
@@ -144,7 +153,7 @@ def watch(address: str, interval_s: float, num_looks: int | None) -> None:
     console = console_of_any_width()
     with contextlib.suppress(KeyboardInterrupt):
         tables = _tables(address, interval_s, num_looks, console)
-        if not console.is_terminal:
+        if not can_redraw(console):
             next(tables)  # nothing has happened between two equal readings
             for table in tables:
                 console.print(table)
@@ -161,7 +170,7 @@ def _tables(
     before = now = read(address)
     away: ServerUnavailableError | None = None
     for look in itertools.count():
-        if away is None and console.is_terminal:
+        if away is None and can_redraw(console):
             yield fit_screen(functools.partial(table_of, address, before, now), console)
         elif away is None:
             yield fit(table_of(address, before, now), console.width)

@@ -50,11 +50,11 @@ def server() -> Iterator[ExpertsServer]:
 class Terminal:
     """Runs a command in a terminal of its own."""
 
-    def __init__(self, *arguments: str, columns: int, lines: int) -> None:
+    def __init__(self, *arguments: str, columns: int, lines: int, term: str = "xterm") -> None:
         self._screen, inner = pty.openpty()
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         drops = "[os.environ.pop(name, None) for name in ('COLUMNS', 'LINES', 'NO_COLOR')]"
-        program = f"import os; {drops}; os.environ['TERM'] = 'xterm'; {COMMAND}"
+        program = f"import os; {drops}; os.environ['TERM'] = {term!r}; {COMMAND}"
         self.process = WarmProcess(program, *arguments, stdin=inner, stdout=inner, stderr=inner)
         os.close(inner)
         self.written = ""
@@ -136,6 +136,20 @@ def test_top_of_a_port_that_does_not_speak_http_says_so(server: ExpertsServer) -
     ) as refused:
         read(server.address)
     assert str(refused.value).isprintable(), "what a gRPC server answers would move the terminal's cursor"
+
+
+@pytest.mark.parametrize("term", ["dumb", "unknown"])
+def test_top_on_a_dumb_terminal_writes_each_look_below_the_other(server: ExpertsServer, term: str) -> None:
+    """Nothing had been shown until Ctrl-C."""
+    assert server.metrics_address is not None
+    top = ("top", server.metrics_address, "--interval-s", "0.1")
+    terminal = Terminal(*top, columns=40, lines=12, term=term)
+    for _ in range(2):
+        terminal.read_until("too narrow for:", since=len(terminal.written))
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.end() == 0, terminal.written
+    assert "\x1b" not in terminal.written, "nothing that such a terminal would show as it is"
+    assert max(map(len, terminal.lines())) <= 40
 
 
 @pytest.fixture
@@ -236,8 +250,9 @@ def test_a_narrow_terminal_shows_names_and_as_many_columns_as_fit(
     server: ExpertsServer, columns: int
 ) -> None:
     assert server.metrics_address is not None
-    for command in (["top", server.metrics_address, "--looks", "1"], ["info", server.address]):
-        terminal = Terminal(*command, columns=columns, lines=24)
+    top, info = ["top", server.metrics_address, "--looks", "1"], ["info", server.address]
+    for command, term in ((top, "xterm"), (info, "xterm"), (info, "dumb")):
+        terminal = Terminal(*command, columns=columns, lines=24, term=term)
         assert terminal.end() == 0
         lines = [line.strip() for line in terminal.lines()]
         assert max(map(len, lines)) <= columns
