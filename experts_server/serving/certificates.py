@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import ssl
 import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -43,7 +45,7 @@ def check_credentials(config: SecurityConfig) -> None:
     _, cert, _ = _Certificates(config.tls_cert, config.tls_key, config.client_ca).read()
     _check_certificates(config.tls_cert, config.tls_key, config.client_ca)
     _check_kind(config.tls_cert, cert)
-    if (reason := _why_no_client_trusts(config.tls_cert, config.tls_key)) is not None:
+    if (reason := _trust_in(config.tls_cert, config.tls_key).lacks) is not None:
         raise ConfigError(f"config, {_untrusted(config.tls_cert, reason)}")
 
 
@@ -59,13 +61,14 @@ class _Certificates:
 
     grpc asks for each new connection, on threads of its own, whether there is something new. What does not belong
     together (the new certificate and still the old key) is passed over: clients see what they saw before. It is looked
-    at again for the next connection, and told of once.
+    at again for the next connection, and told of once. So is a certificate that has expired meanwhile.
     """
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
         self._cert, self._key, self._client_ca = cert, key, client_ca
         self._in_use: _Contents | None = None
         self._new: grpc.ServerCertificateConfiguration | None = None
+        self._expires_at = math.inf  # what is in use, in seconds since the epoch, unless that was told
         self._trouble = ""
         self._lock = threading.Lock()  # for `_new`
         self._looks = Looks(self._look)
@@ -82,16 +85,16 @@ class _Certificates:
         """
         try:
             _check_certificates(self._cert, self._key, self._client_ca)
-            reason = _why_no_client_trusts(self._cert, self._key)
+            trust = _trust_in(self._cert, self._key)
         except OSError as error:
             raise ConfigError(_REPLACED) from error
         if self.read() != now:
             raise ConfigError(_REPLACED)
         key, cert, client_ca = now
         _check_kind(self._cert, cert)
-        if reason is not None:
-            logger.error("%s", _untrusted(self._cert, reason))
-        self._in_use, self._trouble = now, ""
+        if trust.lacks is not None:
+            logger.error("%s", _untrusted(self._cert, trust.lacks))
+        self._in_use, self._expires_at, self._trouble = now, trust.ends_at, ""
         return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=client_ca)
 
     def renewed(self) -> grpc.ServerCertificateConfiguration | None:
@@ -112,6 +115,9 @@ class _Certificates:
             if self._trouble != (told := str(error)):
                 logger.warning("certificates stay as they were: %s", told)
             self._trouble = told
+        if time.time() > self._expires_at:
+            self._expires_at = math.inf
+            logger.error("%s", _untrusted(self._cert, "certificate has expired"))
 
 
 def _check_certificates(cert: Path, key: Path, client_ca: Path | None) -> None:
@@ -142,8 +148,15 @@ def _check_kind(cert: Path, contents: bytes) -> None:
         )
 
 
-def _why_no_client_trusts(cert: Path, key: Path) -> str | None:
-    """Return what OpenSSL says of a certificate to a client that trusts whoever signed it, if it is not good then."""
+class _Trust(NamedTuple):
+    """Of a client that trusts whoever signed a certificate."""
+
+    ends_at: float  # in seconds since the epoch
+    lacks: str | None = None  # what, in words of OpenSSL
+
+
+def _trust_in(cert: Path, key: Path) -> _Trust:
+    """Have a client look at a certificate; OpenSSL says when it ends, or why it is not good now."""
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     server.load_cert_chain(cert, key, password="")
     client.load_verify_locations(cert)
@@ -151,15 +164,17 @@ def _why_no_client_trusts(cert: Path, key: Path) -> str | None:
     client.check_hostname = False
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
-    for _ in range(2):  # hello, and what is said of the answer
+    for _ in range(3):  # hello, what is said of the answer, and before TLS 1.3 once more
         for side in sides:
             try:
                 side.do_handshake()
             except ssl.SSLWantReadError:
                 continue
             except ssl.SSLError as error:
-                return getattr(error, "verify_message", None) or error.reason or str(error)
-    return None
+                lacks = getattr(error, "verify_message", None) or error.reason or str(error)
+                return _Trust(math.inf, lacks)
+    seen: Any = sides[0].getpeercert()
+    return _Trust(ssl.cert_time_to_seconds(seen["notAfter"]))
 
 
 def _untrusted(cert: Path, reason: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import re
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,8 @@ from experts_server.command.cli import main
 from experts_server.configuration.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
-from tests.support.certificates import make_certificates, openssl
-from tests.support.servers import WireClient, tokens
+from tests.support.certificates import make_certificate, make_certificates, openssl
+from tests.support.servers import WireClient, tokens, wait_until
 
 D = 8
 
@@ -167,3 +169,31 @@ def test_a_certificate_that_has_expired_is_found_by_the_check_and_told_by_the_se
     config = ServingConfig(security=SecurityConfig(**paths))
     with ExpertsServer({"e": FeedForwardExpert(D)}, config=config):
         assert ("certificate has expired" in caplog.text) == (name == "expired")
+
+
+def test_a_certificate_that_expires_while_the_server_serves_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing had been, until a restart."""
+    make_certificates(tmp_path)
+    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=3)
+    when = ("-startdate", "20200101000000Z", "-enddate", f"{end:%Y%m%d%H%M%SZ}")
+    make_certificate(tmp_path, "brief", when)
+    security = SecurityConfig(tls_cert=tmp_path / "brief.pem", tls_key=tmp_path / "brief.key")
+    credentials = grpc.ssl_channel_credentials((tmp_path / "ca.pem").read_bytes())
+
+    def is_told() -> bool:
+        with (
+            WireClient(server.address, credentials=credentials) as client,
+            contextlib.suppress(grpc.RpcError),
+        ):
+            client.info()
+        return "brief.pem' (certificate has expired). Renew it." in caplog.text
+
+    with ExpertsServer({"e": FeedForwardExpert(D)}, config=ServingConfig(security=security)) as server:
+        wait_until(is_told)
+        assert is_told()
+        assert caplog.text.count("certificate has expired") == 1
+        make_certificate(tmp_path, "brief", ("-days", "1"))
+        with WireClient(server.address, credentials=credentials) as client:
+            assert client.forward("e", tokens(2, D)).code == "OK"

@@ -33,13 +33,17 @@ def make_certificates(folder: Path, host: str = "localhost") -> None:
     (folder / "ca.conf").write_text(_AUTHORITY.format(folder=folder))
     (folder / "index").touch()
     for name in ("server", "client", "expired"):
-        key = ("-keyout", folder / f"{name}.key", "-out", folder / f"{name}.csr")
-        openssl(*_NEW, "-subj", "/CN=localhost", *key)
-        (folder / f"{name}.ext").write_text(f"subjectAltName=DNS:{host},IP:127.0.0.1\n")
-        signed = ("-in", folder / f"{name}.csr", "-out", folder / f"{name}.pem")
-        when = _EXPIRED if name == "expired" else ("-days", "1")
-        how = ("-config", folder / "ca.conf", "-extfile", folder / f"{name}.ext", "-batch", "-notext", *when)
-        openssl("ca", *how, *signed)
+        make_certificate(folder, name, _EXPIRED if name == "expired" else ("-days", "1"), host)
+
+
+def make_certificate(folder: Path, name: str, when: tuple[str, ...], host: str = "localhost") -> None:
+    """Write one more, signed by the authority there, for a time in openssl's words."""
+    key = ("-keyout", folder / f"{name}.key", "-out", folder / f"{name}.csr")
+    openssl(*_NEW, "-subj", "/CN=localhost", *key)
+    (folder / f"{name}.ext").write_text(f"subjectAltName=DNS:{host},IP:127.0.0.1\n")
+    signed = ("-in", folder / f"{name}.csr", "-out", folder / f"{name}.pem")
+    how = ("-config", folder / "ca.conf", "-extfile", folder / f"{name}.ext", "-batch", "-notext", *when)
+    openssl("ca", *how, *signed)
 
 
 def make_authority(folder: Path) -> None:
