@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -19,8 +19,10 @@ from experts_server.checkpoints.snapshot import (
     entries_of,
     restore,
     take,
+    where_another_class,
 )
 from experts_server.configuration.config import ServingConfig
+from experts_server.hosting.hosted import HostedExpert
 from experts_server.queues.registry import Registry
 from moe_autograd.errors import CheckpointError, listed
 
@@ -93,6 +95,7 @@ class Saver:
         fitting = [(self._registry[expert].hosted, snapshot) for expert, snapshot in snapshots.items()]
         for hosted, snapshot in fitting:
             check_fits(hosted, snapshot)
+        _warn_of_other_classes(name, fitting)
         for hosted, snapshot in fitting:  # only now: all of them are restored, or none
             with hosted.in_memory(for_update=True):
                 restore(hosted, snapshot)
@@ -233,6 +236,22 @@ class Saver:
             ) from None
         finally:
             self._taking = None
+
+
+def _warn_of_other_classes(name: str, fitting: Iterable[tuple[HostedExpert, Snapshot]]) -> None:
+    """Files are renamed, so these are loaded; once for all experts of a class."""
+    experts: dict[str, list[str]] = {}
+    for hosted, snapshot in fitting:
+        if (told := where_another_class(hosted, snapshot)) is not None:
+            experts.setdefault(told, []).append(hosted.name)
+    for told, names in experts.items():
+        logger.warning(
+            "checkpoint %s: %s (experts %s). It is loaded. If they do not compute the same, "
+            "stop the server, and configure what was saved.",
+            name,
+            told,
+            listed(names),
+        )
 
 
 def _saved_before(folder: CheckpointFolder, expert: str, timeout_s: float, goes_on: bool) -> Snapshot:

@@ -68,6 +68,7 @@ def take(hosted: HostedExpert) -> Snapshot:
         copied,
         {
             **_identity(hosted),
+            "module": type(hosted.module).__module__,
             "replica": hosted.replica,
             "trained": _trained(hosted),
             **trained,
@@ -271,6 +272,15 @@ def check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:
             f"checkpoint of expert {hosted.name!r}: expected weights {mine} as configured, got {saved}. "
             "Configure what was saved, have its class make all entries when it is built, or use another checkpoint_dir."
         )
+
+
+def where_another_class(hosted: HostedExpert, snapshot: Snapshot) -> str | None:
+    """Say it if a class of this name was saved that is from another Python module, so may compute something else."""
+    kind = type(hosted.module)
+    saved = snapshot.plain.get("module", "__main__")  # versions before did not say
+    if "__main__" in (saved, kind.__module__) or saved == kind.__module__:
+        return None  # a script's classes are imported from it as well
+    return f"expected {kind.__module__}.{kind.__name__} as configured, got {saved}.{kind.__name__}"
 
 
 def entries_of(hosted: HostedExpert) -> dict[str, str]:

@@ -74,6 +74,31 @@ def test_a_checkpoint_of_other_trained_parameters_is_refused(tmp_path: Path) -> 
     assert "expected 3 trained parameters as configured, got 4 (differing: 0 up.weight)" in str(refused.value)
 
 
+def net_of(python_module: str) -> nn.Module:
+    """Return an expert of the class `Net` of a file of this name."""
+    return type("Net", (nn.Linear,), {"__module__": python_module})(D, D)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_told"),
+    [("old", "new", True), ("old", "old", False), ("__main__", "new", False), ("old", "__main__", False)],
+)
+def test_a_class_of_the_same_name_from_another_file_is_loaded_and_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: str, now: str, is_told: bool
+) -> None:
+    """It may compute something else; or the file was renamed."""
+    with served(tmp_path, {name: net_of(before) for name in ("a", "b")}):
+        pass
+    for told in ([f"expected {now}.Net as configured, got {before}.Net (experts a, b)"] * is_told, []):
+        caplog.clear()
+        modules = {name: net_of(now) for name in ("a", "b")}
+        with served(tmp_path, modules):
+            pass
+        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(warnings) == len(told)
+        assert all(text in warning for text, warning in zip(told, warnings, strict=True))
+
+
 class WithSecrets(nn.Linear):
     """Has state that is no tensor."""
 
