@@ -9,7 +9,7 @@ tell, but by the clock. And the clock is for it where a call is
 - *elsewhere*, on a GPU: there it is queued, in less time than a thread and a graph of its own take.
 
 So a map is made as the loop that it means, if each of its calls is small, large or elsewhere, or no two of them may or
-can compute at once, and
+can compute at once (one call has none beside it), and
 
 1. each module, with all of its parts, is of a class known to do nothing but arithmetic on its arguments, which are
    tensors, numbers and tuples of them: one of `ONLY_COMPUTE`, one with a method `only_computes()` of its own (not
@@ -123,11 +123,13 @@ def call_in_turn(
         kwargs: of each its keyword arguments.
         names: of the calls.
         max_concurrency: how many may be made at once.
-        only_small: whether large calls gain by something else.
+        only_small: whether large calls gain by something else, be there only one.
         how: forwards run again in the backward; `None`: they do not.
     """
     if any(_HOOKS_OF_ALL):
         return None
+    if len(modules) == 1 and not only_small:
+        max_concurrency = 1  # nothing is there to run beside it
     most, draws, are_read = most_small(max_concurrency), _is_seen_by_others(), True
     readings, kinds = dict[type, Reading | None](), set[type[nn.Module]]()
     callees = Callees()

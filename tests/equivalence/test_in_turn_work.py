@@ -201,7 +201,7 @@ class EachRowWithEach(nn.Module):
 
 def test_rows_of_one_tensor_with_rows_of_another_are_work_too() -> None:
     def made_in_turn(*args: Tensor) -> bool:
-        return in_turn.call_in_turn([EachRowWithEach()], [args], [{}]) is not None
+        return is_made_in_turn(EachRowWithEach(), *args)
 
     row = torch.randn(1, 64)
     most_rows = math.isqrt(in_turn.most_small() // 64)
@@ -245,9 +245,9 @@ def test_a_large_call_gets_no_thread_where_its_operators_keep_all_cores_busy(
     num_threads(2)
     assert is_made_in_turn(module, large)
     assert not is_made_in_turn(module, large[1:])
-    assert in_turn.call_in_turn([AddsRows()], [(large, large)], [{}]) is not None
+    assert is_made_in_turn(AddsRows(), large, large)
     # by how many rows the weights are multiplied is not known then
-    assert in_turn.call_in_turn([AddsRows()], [(large, large[:1])], [{}]) is None
+    assert not is_made_in_turn(AddsRows(), large, large[:1])
     assert not is_made_in_turn(LooksUp(), large.abs().long() % 64)  # nor how much of a table a forward takes
     num_threads(1)
     assert not is_made_in_turn(module, large)
@@ -257,12 +257,14 @@ def test_where_no_two_calls_can_compute_at_once_none_is_too_large(monkeypatch: p
     monkeypatch.setattr(in_turn, "MOST_SMALL", 64)
     modules, x = [nn.Linear(64, 64) for _ in range(2)], torch.randn(8, 64)
 
-    def is_joined(**options: Any) -> bool:
-        return "Join" in type(parallel_apply(modules, [x] * 2, **options)[0].grad_fn).__name__
+    def is_joined(modules: list[nn.Linear] = modules, **options: Any) -> bool:
+        y, *_ = parallel_apply(modules, [x] * len(modules), **options)
+        return "Join" in type(y.grad_fn).__name__
 
     assert is_joined()
-    assert not is_joined(max_concurrency=1)
-    # a worker computes while the backward waits upstream
-    assert is_joined(max_concurrency=1, defer_weight_grads=True)
+    for options in ({"max_concurrency": 1}, {"modules": modules[:1]}):
+        assert not is_joined(**options)
+        # a worker computes while the backward waits upstream
+        assert is_joined(**options, defer_weight_grads=True)
     monkeypatch.setattr(in_turn, "num_cores", lambda: 1)
     assert not is_joined()
