@@ -39,6 +39,7 @@ from moe_autograd.autograd.known_arithmetic import (
     IN_PLACE,
     METHODS,
     MODULES,
+    OF_PARTS,
     OPERATORS,
     PYTHONS,
     RESHAPING,
@@ -65,6 +66,7 @@ _HARMLESS = frozenset(
 _LEAVES_ORDER = ("COPY", "FORWARD", "FOR_ITER", "JUMP_BACKWARD", "SWAP", "UNPACK_SEQUENCE")
 _WRAPPERS = (enumerate, range, zip)  # as long as nobody has put something else under these names
 _MAPS = ("BUILD_CONST_KEY_MAP", "BUILD_MAP")
+_OF_TENSORS = METHODS - OF_PARTS
 _TAKES_ANY = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
@@ -239,16 +241,15 @@ class _Reader:
     def _is_asked(self, place: int) -> bool:
         """Whether a method that tensors do not have is called there, of what a function takes from around itself."""
         step = self._steps[place]
-        if self._around is None or step.name != "METHOD" or step.value in METHODS:
+        if self._around is None or step.name != "METHOD" or step.value in _OF_TENSORS:
             return False
         return self._num_arguments(place) < math.inf and self._attribute_at(place) is not None
 
     def _is_of_a_part(self, place: int) -> bool:
         """Whether an attribute is looked up there that tensors do not have."""
         step = self._steps[place]
-        return (
-            step.name == "ATTRIBUTE" and step.value not in METHODS and self._attribute_at(place) is not None
-        )
+        is_of_it = step.name == "ATTRIBUTE" and step.value not in _OF_TENSORS
+        return is_of_it and self._attribute_at(place) is not None
 
     def _is_measured(self, place: int) -> bool:
         """Whether `len` is called of the attribute that is looked up there."""

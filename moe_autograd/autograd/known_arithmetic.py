@@ -42,7 +42,11 @@ _OF_TORCH = (
     *("reshape", "roll", "round", "rsqrt", "sigmoid", "sign", "sin", "softmax", "sort", "split", "sqrt"),
     *("square", "squeeze", "stack", "std", "sub", "sum", "swapaxes", "tanh", "topk", "transpose", "tril"),
     *("triu", "trunc", "unsqueeze", "var", "where"),
+    *("acos", "acosh", "addcdiv", "asin", "asinh", "atan", "atan2", "atanh", "cosh", "cummax", "cummin"),
+    *("erfc", "erfinv", "fmod", "frac", "hypot", "logaddexp", "logaddexp2", "logcumsumexp", "logit"),
+    *("nan_to_num", "norm", "prelu", "reciprocal", "remainder", "sinc", "sinh", "tan", "xlogy"),
 )
+_OF_SPECIAL = ("erf", "erfc", "exp2", "expit", "expm1", "log1p", "log_softmax", "logit", "softmax", "xlogy")
 _MADE_BY_TORCH = ("full_like", "ones_like", "zeros_like")
 _OF_FUNCTIONAL = (
     *("avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d"),
@@ -84,6 +88,8 @@ FUNCTIONS: Mapping[Any, float] = {
     for function in [
         *filter(is_torchs_own, [getattr(torch, name) for name in (*_OF_TORCH, *_MADE_BY_TORCH)]),
         *filter(is_torchs_own, [getattr(F, name) for name in _OF_FUNCTIONAL]),
+        *filter(is_torchs_own, [getattr(torch.special, name) for name in _OF_SPECIAL]),
+        *filter(is_torchs_own, [torch.linalg.vector_norm]),
         *filter(is_torchs_own, (math.exp, math.log, math.sqrt)),
     ]
 }
@@ -117,6 +123,8 @@ METHODS = frozenset(
         ),
     ]
 )
+# Of these names a module's part is meant, where it may be either: `lambda x: block.norm(x)`.
+OF_PARTS = frozenset(["norm"])
 _BINARY = [
     *(("+", "add"), ("-", "sub"), ("*", "mul"), ("/", "truediv"), ("//", "floordiv"), ("%", "mod")),
     *(("@", "matmul"), ("**", "pow"), ("&", "and"), ("|", "or"), ("^", "xor")),
@@ -186,4 +194,4 @@ RESHAPING = frozenset(
         ),
     ]
 )
-MODULES = (torch, nn, F, math)
+MODULES = (torch, nn, F, math, torch.linalg, torch.special)

@@ -69,6 +69,11 @@ def takes_two(block: Block) -> Any:
     return lambda x, y=None: activation(block.inner(x)) * scale if y is None else F.linear(x, block.weight, y)
 
 
+def asks_for_a_norm(block: Block) -> Any:
+    parts = nn.ModuleDict({"norm": block.norms[0]})  # of which a tensor has one, too
+    return lambda x: parts.norm(x)
+
+
 COMPUTING: list[Callable[[Block], Any]] = [
     goes_round,
     takes_all,
@@ -79,6 +84,7 @@ COMPUTING: list[Callable[[Block], Any]] = [
     lambda block: nn.Sequential(block, nn.Tanh()).forward,
     lambda block: lambda x: block.mlp(x) + block.weight.sum() + block.scale,
     lambda block: lambda x, block=block: block(x),
+    asks_for_a_norm,
     lambda block: functools.partial(block),
     lambda block: functools.partial(functools.partial(of_slices, up=block.weight), down=block.inner.weight),
     lambda block: names_globals,

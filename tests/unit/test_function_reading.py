@@ -81,6 +81,17 @@ def calls_functions_of_its_file(self: Any, x: Tensor) -> Tensor:
     return self.w2(torch.cat([y, split_and_gate(self.w3(x), 2)], dim=-1))
 
 
+def of_more_functions(self: Any, x: Tensor) -> Any:
+    y = self.w1(x) / (torch.norm(self.w1(x)) + self.w1(x).norm(dim=-1, keepdim=True))
+    y = y + torch.linalg.vector_norm(y, dim=-1, keepdim=True) + y.logcumsumexp(-1).sinh().nan_to_num()
+    y = F.prelu(y.atan() + torch.erfc(y), self.w2.bias[:1]) + torch.logaddexp(y, y.cosh().reciprocal())
+    return torch.special.expit(y) + torch.atan2(y, torch.hypot(y, y)), y.cummax(0)[0]
+
+
+def norms_its_weight(self: Any, x: Tensor) -> Any:
+    return F.linear(x, self.weight / self.weight.norm(dim=1, keepdim=True))
+
+
 def asks_what_it_is(self: Any, x: Tensor) -> Any:
     if self.kind == "relu":
         return F.relu(x)
@@ -129,6 +140,8 @@ ARITHMETIC = [
     *(takes_more, calls_a_method_with_a_number_by_default, calls_functions_of_its_file),
     *(asks_what_it_is, looks_at_a_weight, calls_a_static_method, gives_shapes, returns_one_by_name),
     inverts_and_clamps,
+    of_more_functions,
+    norms_its_weight,
     returns_two_by_name,
     takes_what_the_class_has,
 ]
