@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -50,6 +51,7 @@ class Reading(NamedTuple):
         draws: whether one may draw random numbers.
         reshapes: whether one may put columns into the place of rows.
         has_loops: whether one of them goes round in a loop.
+        again: what these call at more than one place.
     """
 
     methods: Mapping[Place, FunctionReading]
@@ -67,6 +69,7 @@ class Reading(NamedTuple):
     draws: bool
     reshapes: bool
     has_loops: bool
+    again: frozenset[str]
 
     def is_true_of(self, kind: Any) -> bool:
         """Whether the class still has these methods, and nothing of its own under the other names."""
@@ -180,7 +183,17 @@ def summed(methods: Mapping[Place, FunctionReading], kind: type) -> Reading:
         any(one.draws for one in read),
         any(one.reshapes for one in read),
         any(one.has_loops for one in read),
+        _again(read),
     )
+
+
+def _again(read: Collection[FunctionReading]) -> frozenset[str]:
+    """Return the names of what is called at more than one place."""
+    num_places = Counter[str]()
+    for one in read:
+        for called in (one.called, one.of_bases):
+            num_places.update({name: len(places) for name, places in called.items()})
+    return frozenset(name for name, number in num_places.items() if number > 1)
 
 
 def _num_calls(

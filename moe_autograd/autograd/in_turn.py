@@ -63,7 +63,7 @@ MOST_SMALL = 1 << 20
 TEAM_SHARE = 128
 LEAST_LARGE = 1 << 30  # for each intra-op thread
 
-_WARN = frozenset([nn.LogSoftmax, nn.Softmax])  # of a missing `dim`, and of the line that called
+_WARN = frozenset([nn.LogSoftmax, nn.Softmax, nn.Softmin])  # of a missing `dim`, and of the line that called
 
 
 def _called_by(kind: type[nn.Module]) -> list[tuple[Mapping[str, Any], str, Any]]:

@@ -1,7 +1,8 @@
 """Layers for images and signals: which only compute, and how much work their convolutions are.
 
 A convolution multiplies all of its weights at each position of what it makes. These are no more than the call was
-given, unless a layer pads by more than its kernel takes away again: such a one is not known.
+given, unless a layer pads by more than its kernel takes away again: such a one is not known. Others say how many more
+they make (`growing`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
+
+from moe_autograd.autograd.growing import TRANSPOSED, growth_of
 
 CONVOLUTIONS = frozenset([nn.Conv1d, nn.Conv2d, nn.Conv3d])
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -61,12 +64,17 @@ def work_among(parts: Iterable[Any], num_elements: int) -> tuple[int, int]:
 
     The first convolution is given all channels of a position in as many elements as the call is given, or as linear
     layers make of them; a linear layer is given all that the others make.
+
+    Args:
+        parts: of the call.
+        num_elements: as many as it is given, times what layers make more of them (`growing`). A transposed convolution
+            multiplies at the positions that it is given.
     """
     fewest_channels, most_channels, times = num_elements, 0, 1.0
     multiplying: list[tuple[Any, float]] = []
     for part in parts:
         kind = type(part)
-        if kind in CONVOLUTIONS:
+        if kind in CONVOLUTIONS or kind in TRANSPOSED:
             fewest_channels = min(fewest_channels, part.in_channels)
             most_channels = max(most_channels, part.out_channels)
             multiplying.append((part, 0.0))
@@ -81,7 +89,8 @@ def work_among(parts: Iterable[Any], num_elements: int) -> tuple[int, int]:
     for part, width in multiplying:
         own = sum([one.numel() for one in part._parameters.values() if one is not None])
         num_weights += own
-        work += math.ceil(num_made / width if width else num_positions) * own
+        times = growth_of(part) if type(part) in TRANSPOSED else 1
+        work += math.ceil(num_made / width if width else num_positions / times) * own
     return num_weights, work
 
 

@@ -2,8 +2,9 @@
 
 Work is counted in multiply-adds of the forward; one core makes 2^20 of them in about 50 us, and their backward in 100.
 A forward that is read may also multiply rows with buffers, with rows, as attention does, or columns with columns; and
-it may call a part again in each round of a loop. Convolutions multiply at each position, not for each row (`spatial`);
-embeddings, attention and recurrent layers do other work (`composed`).
+it may call a part again in each round of a loop. Convolutions multiply at each position, not for each row (`spatial`),
+and some layers make more positions than they are given (`growing`): these are known where each is called once, as else
+there are more with each call. Embeddings, attention and recurrent layers do other work (`composed`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from moe_autograd.autograd.composed import (
     num_parameters_of,
     rows_among,
 )
+from moe_autograd.autograd.growing import GROWING, MOST, TRANSPOSED, growth_of
 from moe_autograd.autograd.known_arithmetic import METHODS
 from moe_autograd.autograd.readings import PLAIN
 from moe_autograd.autograd.spatial import SPATIAL, makes_no_more_positions, work_among
@@ -44,14 +46,17 @@ ONLY_COMPUTE: Mapping[type[nn.Module], int] = {
     **dict.fromkeys([nn.CELU, nn.ELU, nn.GELU, nn.GLU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh], 0),
     **dict.fromkeys([nn.LeakyReLU, nn.LogSigmoid, nn.LogSoftmax, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU], 0),
     **dict.fromkeys([nn.SiLU, nn.Sigmoid, nn.Softmax, nn.Softplus, nn.Softsign, nn.Tanh], 0),
+    **dict.fromkeys([nn.Hardshrink, nn.Softmax2d, nn.Softmin, nn.Softshrink, nn.Tanhshrink, nn.Threshold], 0),
     **dict.fromkeys(DROPOUTS, 0),
     **SPATIAL,
+    **GROWING,
     **COMPOSED,
 }
 
 # Those which may return what they are given, or a view of it.
-_PASS_ON = frozenset([*DROPOUTS, nn.Flatten, nn.Identity, nn.Unflatten])
+_PASS_ON = frozenset([*DROPOUTS, *(GROWING.keys() - TRANSPOSED), nn.Flatten, nn.Identity, nn.Unflatten])
 _HOLD_OTHERS = frozenset([nn.ModuleList, nn.Sequential, *COMPOSED])
+_GROW = frozenset([*GROWING, *_HOLD_OTHERS])  # or others in them
 
 
 class Size(NamedTuple):
@@ -145,7 +150,8 @@ def work_of(
     caller is to look at.
     """
     num_parameters = num_elsewhere = num_in_buffers = num_read = 0
-    num_times, most_parts = 1, MOST_PARTS
+    num_times, most_parts, growth = 1, MOST_PARTS, 1
+    is_again = callee is not None  # whether some part may be called more than once
     draws = is_spatial = is_composed = reshapes = takes_single_parts = False
     is_read = True
     in_place: list[Any] = []
@@ -167,6 +173,10 @@ def work_of(
                 draws, reshapes = draws or reading.draws, reshapes or reading.reshapes
                 num_read += 1
                 takes_single_parts = takes_single_parts or bool(reading.looped or reading.listed)
+                is_again = is_again or bool(reading.looped or reading.listed or reading.has_loops)
+                for name in reading.again:
+                    again = type(part._modules.get(name))
+                    is_again = is_again or again not in ONLY_COMPUTE or again in _GROW
                 if reading.has_loops:
                     num_rounds, num_uses = reading.rounds(part)
                     num_read += num_rounds
@@ -178,7 +188,7 @@ def work_of(
             elif type(says_so) is not FunctionType or not isinstance(part, nn.Module) or not says_so(part):
                 return None
             else:
-                takes_single_parts, is_read = True, False  # for all that is known
+                takes_single_parts, is_again, is_read = True, True, False  # for all that is known
         else:
             kinds.add(kind)
             if kind in DROPOUTS:
@@ -189,6 +199,10 @@ def work_of(
                 ):
                     return None
                 is_spatial = True
+            elif kind in GROWING:
+                is_spatial, growth = True, min(MOST, growth * growth_of(part))
+                if not growth:
+                    return None
             elif kind in COMPOSED:
                 count, is_composed = num_parameters_of(part), True
                 if count < 0:
@@ -228,7 +242,9 @@ def work_of(
                     return None
     if in_place and (takes_single_parts or not _changes_its_own(parts, in_place)):
         return None
-    multiplied = 0
+    if growth > 1 and is_again:
+        return None
+    multiplied, width = 0, size.width
     if is_composed:
         if is_spatial or not size.is_here or (rows := rows_among(parts, size)) is None:
             return None
@@ -236,14 +252,16 @@ def work_of(
         multiplied = rows.work
         num_elsewhere = num_parameters
         size = size._replace(num_rows=rows.num_rows, num_elements=rows.num_elements, width=rows.width)
+        width = size.width
     if is_spatial:  # how often weights are multiplied is not told by the rows, nor how seldom
+        size = size._replace(num_rows=size.num_rows * growth, num_elements=size.num_elements * growth)
         num_counted, multiplied = work_among(parts, size.num_elements)
         num_parameters -= num_counted
         num_elsewhere = num_parameters
-    least = size.fewest_rows * max(num_parameters - num_elsewhere, 0 if num_read else size.width)
+    least = size.fewest_rows * max(num_parameters - num_elsewhere, 0 if num_read else width)
     most = multiplied + size.num_rows * max(num_parameters, size.width)
     if num_read:
-        widest = max(size.num_elements, size.width**2 if reshapes else 0)
+        widest = max(size.num_elements, (size.width * growth) ** 2 if reshapes else 0)
         most = size.num_rows * max(num_parameters + num_in_buffers, widest * num_read)
         most = (multiplied + most) * num_times
     if is_composed:

@@ -144,8 +144,6 @@ def with_a_method_of_its_own(name: str, module: nn.Module) -> nn.Module:
         lambda: nn.Conv2d(4, 4, (3, 1), padding=1),
         lambda: nn.MaxPool2d(2, padding=1),
         lambda: nn.AdaptiveAvgPool2d((1, 64)),
-        lambda: nn.ConvTranspose2d(4, 4, 3),
-        lambda: nn.Upsample(scale_factor=8),
         lambda: nn.SyncBatchNorm(4),
         with_a_buffer_of_another_class,
         lambda: with_a_method_of_its_own("_conv_forward", nn.Conv2d(4, 4, 3)),
