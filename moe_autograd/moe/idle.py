@@ -4,16 +4,21 @@ As in a plain loop, an expert that is not called has no part in the graph, and i
 None``. `torch.nn.parallel.DistributedDataParallel` waits for every parameter in every backward, and some
 optimizers treat `None` and zero differently. Adding ``0 * parameter.sum()`` would do, but costs a pass
 over every idle parameter and turns an infinite one into NaN everywhere; a node that returns zeros costs
-nothing in the forward.
+nothing in the forward. One node for all would hold the zeros of the whole layer at once, beside the gradients that they
+are added to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from moe_autograd.autograd.uncompiled import left_alone
+
+_MOST_AT_ONCE = 2**18  # elements whose zeros are made together: a megabyte in float32
 
 
 def with_zero_grads(y: Tensor, parameters: Sequence[Tensor]) -> Tensor:
@@ -26,17 +31,50 @@ def with_zero_grads(y: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     if not parameters:
         return y
-    attached: Tensor = _ZeroGrads.apply(y, *parameters)  # type: ignore[no-untyped-call]  # torch's own gap
+    ends = [_Zeros.apply(*few) for few in _grouped(parameters)]  # type: ignore[no-untyped-call]  # torch's own gap
+    attached: Tensor = _Attached.apply(y, *ends)  # type: ignore[no-untyped-call]  # torch's own gap
     return attached
 
 
-class _ZeroGrads(torch.autograd.Function):
+def _grouped(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Put together neighbours whose zeros take little memory: a node for each would take its time, too."""
+    few: list[Tensor] = []
+    num_elements = 0
+    for parameter in parameters:
+        num_elements += parameter.numel()
+        if few and num_elements > _MOST_AT_ONCE:
+            yield few
+            few, num_elements = [], parameter.numel()
+        few.append(parameter)
+    yield few
+
+
+class _Zeros(torch.autograd.Function):
+    """A node that makes the zeros of a few parameters; those of the nodes before it have been taken by then.
+
+    Each parameter gets memory of its own, not one zero seen as many: hooks, and callers of `torch.autograd.grad`, may
+    change their gradients in place.
+    """
+
     @staticmethod
-    def forward(ctx: Any, y: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
         ctx.parameters = parameters  # not saved: only their shapes matter, so a later update is no error
+        return torch.empty(0, device=parameters[0].device)
+
+    @staticmethod
+    @left_alone
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(parameter) for parameter in ctx.parameters)
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *ends: Tensor) -> Tensor:
+        ctx.num_ends = len(ends)
         ctx.mark_dirty(y)  # a view made here could not be changed in place by the layer's caller
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, ...]:
-        return grad_y, *(torch.zeros_like(parameter) for parameter in ctx.parameters)
+    @left_alone
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_y, *[None] * ctx.num_ends

@@ -181,7 +181,7 @@ class MixtureOfExperts(nn.Module):
             routing = dataclasses.replace(routing, failures=[])
             y_TD, active = self._call_tolerantly(x_TD, routing, plan)
         y_TD = _as_dtype(y_TD, x.dtype)
-        if self.zero_grads_for_idle_experts:
+        if self.zero_grads_for_idle_experts and torch.is_grad_enabled():
             y_TD = with_zero_grads(y_TD, self._idle_parameters(active))
         # No view: torch refuses to change one in place that was made under no_grad, or by a function such as FSDP's.
         return y_TD if x.dim() == 2 else torch.ops.aten._unsafe_view(y_TD, x.shape), routing

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +82,25 @@ def test_idle_experts_get_zeros_when_asked_and_busy_ones_what_they_got_before() 
         torch.testing.assert_close(
             parameter.grad, torch.zeros_like(parameter) if expected is None else expected
         )
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_nobody_looks_for_idle_parameters_where_there_are_no_gradients(mode: Callable[[], Any]) -> None:
+    asked: list[nn.Module] = []
+
+    class Asked(nn.Linear):
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+            asked.append(self)
+            return super().named_parameters(*args, **kwargs)
+
+    layer = layer_of(lambda: Asked(D_MODEL, D_MODEL), zero_grads_for_idle_experts=True)
+    asked.clear()
+    x = torch.rand(5, D_MODEL, dtype=torch.float64)
+    with mode():
+        y = layer(x)
+    assert asked == []
+    torch.testing.assert_close(layer(x), y)
+    assert asked
 
 
 @pytest.mark.parametrize("zero_grads_for_idle_experts", [False, True])

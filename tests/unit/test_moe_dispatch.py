@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_autograd.moe.dispatch import DispatchPlan, combine, dispatch, plan_dispatch
 from moe_autograd.moe.idle import with_zero_grads
@@ -128,3 +130,47 @@ def test_with_zero_grads_of_frozen_parameters_adds_no_node() -> None:
     node = y.grad_fn
     assert with_zero_grads(y, [torch.randn(2)]) is y
     assert y.grad_fn is node
+
+
+class NotesZeros(TorchDispatchMode):
+    """Notes when zeros like a parameter are made."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.zeros_like.default:
+            self.events.append("made")
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("num_elements", "num_together"), [(2**18, 1), (2**16, 4), (2**19, 1)])
+def test_zeros_of_large_idle_parameters_are_made_when_those_before_are_taken(
+    num_elements: int, num_together: int
+) -> None:
+    """All were in memory at once, beside the gradients that they were added to."""
+    events: list[str] = []
+    parameters = [torch.ones(num_elements, requires_grad=True) for _ in range(8)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+        parameter.register_post_accumulate_grad_hook(lambda _: events.append("taken"))
+    y = with_zero_grads(torch.ones(3, requires_grad=True) * 2, parameters)
+    with NotesZeros(events):
+        y.sum().backward()
+    assert events == [*["made"] * num_together, *["taken"] * num_together] * (8 // num_together)
+    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in parameters)
+
+
+def test_zeros_of_idle_parameters_may_be_changed_in_place() -> None:
+    parameters = [torch.ones(2, num_columns, requires_grad=True) for num_columns in (1, 3, 2**18, 2)]
+    y = with_zero_grads(torch.ones(3, requires_grad=True) * 2, parameters)
+    zeros = torch.autograd.grad(y.sum(), parameters, retain_graph=True)
+    assert len({grad.untyped_storage().data_ptr() for grad in zeros}) == len(parameters)
+    for grad in zeros:
+        assert not grad.any()
+        grad.add_(1)
+    for parameter in parameters:
+        parameter.register_hook(lambda grad: grad.add_(2))
+    y.sum().backward()
+    assert all(torch.equal(parameter.grad, torch.full_like(parameter, 2)) for parameter in parameters)
