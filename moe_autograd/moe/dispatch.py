@@ -1,15 +1,17 @@
 """Move tokens to their experts and their results back: pure functions, differentiable any number of times.
 
 The (T, K) choices are flattened to N = T * K and sorted by expert once. Each expert's tokens are then one
-contiguous tensor, and all results return in one weighted scatter-add. What the sort learned travels from
-`dispatch` to `combine` in a frozen `DispatchPlan`. Only the counts, which are the sizes of those tensors,
-have to be known in Python: one device synchronisation a layer, none a token or an expert.
+contiguous tensor, and results return in one weighted scatter-add, or several where they are large. What the sort
+learned travels from `dispatch` to `combine` in a frozen `DispatchPlan`. Only the counts, which are the sizes of those
+tensors, have to be known in Python: one device synchronisation a layer, none a token or an expert.
 
 Shape letters: T tokens, D d_model, E experts, K top-k, N = T * K choices.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,8 @@ import torch
 from torch import Tensor
 
 from moe_autograd.autograd.uncompiled import left_alone
+
+_LEAST_AT_ONCE = 2**20  # elements of outputs that are added at once, if there are as many: 4 MB in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,10 +142,44 @@ def combine(outputs: Sequence[Tensor], combine_weights: Tensor, plan: DispatchPl
         (T, D), in the wider of both dtypes: with float32 weights, bfloat16 outputs are summed in float32.
         Gradients flow to `outputs` and `combine_weights`.
     """
-    weights_N = combine_weights.flatten().index_select(0, plan.order)
-    weighted_ND = concatenate(outputs) * weights_N.unsqueeze(1)
-    y_TD = weighted_ND.new_zeros(combine_weights.shape[0], weighted_ND.shape[1])
-    return y_TD.index_add(0, plan.token_index, weighted_ND)
+    weights_N1 = combine_weights.flatten().index_select(0, plan.order).unsqueeze(1)
+    dtype = functools.reduce(torch.promote_types, {output.dtype for output in outputs})
+    y_dtype = torch.promote_types(dtype, weights_N1.dtype)
+    # In half precision torch may round a sum of several once, if it adds them at once.
+    runs = [outputs] if y_dtype.itemsize < 4 else _runs(outputs)
+    del outputs  # each goes when it is added, where the caller holds no list of them
+    if len(runs) == 1:
+        weighted_ND = concatenate(runs.pop()) * weights_N1
+        y_TD = weighted_ND.new_zeros(combine_weights.shape[0], weighted_ND.shape[1])
+        return y_TD.index_add(0, plan.token_index, weighted_ND)
+    num_rows = [sum(map(len, run)) for run in runs]
+    y_TD = runs[0][0].new_zeros(combine_weights.shape[0], runs[0][0].shape[1], dtype=y_dtype)
+    runs.reverse()
+    for tokens, weights in zip(plan.token_index.split(num_rows), weights_N1.split(num_rows), strict=True):
+        y_TD = _AddRows.apply(y_TD, tokens, _rows(runs.pop()).to(dtype) * weights)  # type: ignore[no-untyped-call]  # torch's own gap
+    return y_TD
+
+
+def _runs(outputs: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """Put together neighbours of which few rows are to be added: each addition by itself takes its time, too.
+
+    All, where somebody sees what is computed: a selective checkpoint refuses changes in place of what it keeps.
+    """
+    ends, num_elements = [0], 0
+    for index, output in enumerate(outputs):
+        if type(output) is not Tensor:
+            return [outputs]
+        num_elements += output.numel()
+        if num_elements >= _LEAST_AT_ONCE:
+            ends.append(index + 1)
+            num_elements = 0
+    if len(ends) < 3 or torch._C._len_torch_dispatch_stack():
+        return [outputs]
+    return [outputs[start:end] for start, end in itertools.pairwise([*ends[:-1], len(outputs)])]
+
+
+def _rows(run: Sequence[Tensor]) -> Tensor:
+    return run[0] if len(run) == 1 else concatenate(run)
 
 
 def concatenate(outputs: Sequence[Tensor]) -> Tensor:
@@ -159,6 +197,22 @@ def concatenate(outputs: Sequence[Tensor]) -> Tensor:
         return torch.cat(tuple(outputs))
     finally:
         torch.set_autocast_enabled(kind, True)
+
+
+class _AddRows(torch.autograd.Function):
+    """``y.index_add_(0, token_index, rows)``, which keeps the rows for its backward though it needs none of them."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, token_index: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(token_index)
+        ctx.mark_dirty(y)
+        return y.index_add_(0, token_index, rows)
+
+    @staticmethod
+    @left_alone
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, Tensor]:
+        (token_index,) = ctx.saved_tensors
+        return grad_y, None, grad_y.index_select(0, token_index)
 
 
 class _Gather(torch.autograd.Function):

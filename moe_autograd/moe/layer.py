@@ -175,8 +175,10 @@ class MixtureOfExperts(nn.Module):
             plan, _ = select(plan, routing.is_kept)
         active: Sequence[int] = plan.active
         if self.on_failure == "raise":
-            outputs = self._call_experts(active, dispatch(x_TD, plan))
-            y_TD = combine(outputs or [x_TD[:0]], routing.combine_weights, plan)
+            # No name for the outputs here: `combine` lets go of each.
+            y_TD = combine(
+                self._call_experts(active, dispatch(x_TD, plan)) or [x_TD[:0]], routing.combine_weights, plan
+            )
         else:
             routing = dataclasses.replace(routing, failures=[])
             y_TD, active = self._call_tolerantly(x_TD, routing, plan)

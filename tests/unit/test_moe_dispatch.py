@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_autograd.moe.dispatch import DispatchPlan, combine, dispatch, plan_dispatch
 from moe_autograd.moe.idle import with_zero_grads
@@ -104,6 +107,84 @@ def test_outputs_in_bfloat16_are_summed_in_the_weights_float32() -> None:
     torch.testing.assert_close(
         y, combine([output.float() for output in outputs], weights, plan), rtol=0, atol=0
     )
+
+
+# ---- results large enough to be added in several runs
+
+LARGE = 2**20 // 500  # columns of which 500 rows and some are added at once
+
+
+def large_outputs(plan: DispatchPlan, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(count, LARGE, dtype=dtype) for count in plan.counts]
+
+
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.bfloat16], [torch.bfloat16, torch.float16]])
+@pytest.mark.parametrize("has_autocast", [False, True])
+def test_large_results_are_added_as_if_at_once(
+    dtypes: list[torch.dtype], weights_dtype: torch.dtype, has_autocast: bool
+) -> None:
+    plan = plan_of(random_choices(500, 6, 4), 6)
+    outputs = [
+        output.to(dtypes[i % len(dtypes)]).requires_grad_() for i, output in enumerate(large_outputs(plan))
+    ]
+    weights = torch.rand(500, 4).to(weights_dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=has_autocast):
+        y = combine(outputs, weights, plan)
+    weighted = torch.cat(outputs) * weights.flatten()[plan.order].unsqueeze(1)
+    expected = weighted.new_zeros(500, LARGE).index_add(0, plan.token_index, weighted)
+    assert y.dtype == expected.dtype
+    assert torch.equal(y, expected)
+    grad = torch.randn(500, LARGE).to(y.dtype)
+    for found, wanted in zip(
+        torch.autograd.grad(y, [weights, *outputs], grad),
+        torch.autograd.grad(expected, [weights, *outputs], grad),
+        strict=True,
+    ):
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)
+
+
+def test_of_large_results_no_copy_is_kept_for_the_backward() -> None:
+    plan = plan_of(random_choices(1500, 6, 3), 6)
+    outputs = [output.requires_grad_() for output in large_outputs(plan, torch.bfloat16)]
+    saved: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), lambda _: torch.ones(1)):
+        combine(outputs, torch.rand(1500, 3, requires_grad=True), plan)
+    kept = [tensor.data_ptr() for tensor in saved if tensor.shape[-1:] == (LARGE,)]
+    assert kept == [output.data_ptr() for output in outputs]
+
+
+def test_large_results_go_when_they_are_added() -> None:
+    plan = plan_of(random_choices(1500, 6, 3), 6)
+    watched: list[weakref.ref[Tensor]] = []
+    num_alive: list[int] = []
+
+    def watched_outputs() -> list[Tensor]:
+        outputs = large_outputs(plan)
+        watched.extend(map(weakref.ref, outputs))
+        return outputs
+
+    def note(tensor: Tensor) -> None:
+        if tensor.shape[-1:] == (LARGE,):
+            num_alive.append(sum(ref() is not None for ref in watched))
+
+    with saved_tensors_hooks(note, lambda _: torch.ones(1)):
+        combine(watched_outputs(), torch.rand(1500, 3, requires_grad=True), plan)
+    assert num_alive == [6, 5, 4, 3, 2, 1]
+
+
+def test_large_results_are_added_under_a_selective_checkpoint_that_keeps_all() -> None:
+    plan = plan_of(random_choices(1500, 6, 3), 6)
+    outputs, weights = large_outputs(plan), torch.rand(1500, 3, requires_grad=True)
+    keep_all = functools.partial(
+        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE
+    )
+    y = checkpoint(combine, outputs, weights, plan, use_reentrant=False, context_fn=keep_all)
+    (found,) = torch.autograd.grad(y.square().sum(), weights)
+    (expected,) = torch.autograd.grad(combine(outputs, weights, plan).square().sum(), weights)
+    assert torch.equal(found, expected)
 
 
 def test_no_token_makes_an_empty_plan_and_no_slice() -> None:
