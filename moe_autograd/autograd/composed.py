@@ -45,8 +45,10 @@ _PROJECTIONS = frozenset(
     ["in_proj_bias", *(f"{name}_proj_weight" for name in ("in", "q", "k", "v"))]
 )  # of attention, without what stands for one more token
 
-# Their many small operators keep other cores less busy than as many multiply-adds of a linear layer: on two idle cores
-# layers of a transformer of 2^25 took as long in turn as on threads, those of 2^26 a fifth longer.
+# Where a loop has several intra-op threads, their many small operators keep other cores less busy than as many
+# multiply-adds of a linear layer: on two idle cores layers of a transformer of 2^25 took as long in turn as on threads,
+# those of 2^26 a fifth longer. With one intra-op thread those of 2^22 took 1.8 times as long on threads, those of 2^24
+# as long.
 SHARE = 4
 SCORE = (
     16  # as many take as long as a score of attention, which is exponentiated, perhaps dropped, and averaged

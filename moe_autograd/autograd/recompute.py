@@ -21,6 +21,7 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from moe_autograd._random import GivenSeeds, own_streams, running
 from moe_autograd.autograd.entry import entered_again
 from moe_autograd.autograd.sleeping_hooks import let_new_hooks_sleep
 from moe_autograd.autograd.uncompiled import uncompiled
@@ -66,6 +67,11 @@ class Recompute:
         """Make a call that draws no random numbers, in the caller's own graph; see `__call__`."""
         return self._checkpoint(functools.partial(call, **kwargs), *args, preserve_rng_state=False)
 
+    def with_draws(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Make a call that draws from a stream of its own, in the caller's own graph; see `__call__`."""
+        drawing = _DrawsAgain(functools.partial(call, **kwargs))
+        return self._checkpoint(drawing, *args, preserve_rng_state=False)
+
     def _checkpoint(self, call: Callable[..., Any], *args: Any, **options: bool) -> Any:
         # Keywords of the call's own are within it: `checkpoint` has some, too, which may have the same names.
         return checkpoint(
@@ -77,6 +83,31 @@ class Recompute:
             early_stop=self.early_stop,
             **options,
         )
+
+
+class _DrawsAgain:
+    """A call whose second run draws what its first one drew, and leaves the stream of whoever runs it alone."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self._has_run = False
+        self._seed: int | None = None  # of its stream, if something has been drawn
+
+    def __call__(self, *args: Any) -> Any:
+        if self._has_run and self._seed is not None:
+            streams = own_streams(GivenSeeds(self._seed))
+            try:
+                with streams:
+                    running.index = 0
+                    return self._call(*args)
+            except BaseException:
+                streams.__exit__()
+                raise
+        returned = self._call(*args)
+        if not self._has_run and running.seeds is not None and running.seeds.has_drawn:
+            self._seed = running.seeds.seed_of(running.index)
+        self._has_run = True
+        return returned
 
 
 def _run(call: Callable[..., Any], kwargs: dict[str, Any], /, *args: Any) -> Any:

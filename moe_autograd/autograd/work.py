@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from moe_autograd.autograd.arithmetic import Reading, reading_of
@@ -264,7 +265,7 @@ def work_of(
         widest = max(size.num_elements, (size.width * growth) ** 2 if reshapes else 0)
         most = size.num_rows * max(num_parameters + num_in_buffers, widest * num_read)
         most = (multiplied + most) * num_times
-    if is_composed:
+    if is_composed and torch.get_num_threads() > 1:
         most *= SHARE
     return Work(least, most, draws, is_read)
 

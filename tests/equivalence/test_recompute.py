@@ -7,6 +7,7 @@ modules inside concurrent calls.
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from moe_autograd.autograd import in_turn
 from moe_autograd.autograd.parallel import parallel_apply
+from moe_autograd.autograd.saved_tensors import is_checkpointed
+from moe_autograd.autograd.work import DROPOUTS
 from tests.support.recomputing import WORKERS, Checkpointed, assert_same, experts_of, ffn, gradients
 
 
@@ -35,6 +39,51 @@ def test_gradients_are_those_of_a_plain_loop(workers: int) -> None:
     got.sin().sum().backward()
     want.sin().sum().backward()
     assert_same(gradients(experts), gradients(plain))
+
+
+@pytest.mark.usefixtures("some_are_small")
+@pytest.mark.parametrize("kind", sorted(DROPOUTS, key=str))
+def test_small_calls_that_draw_are_a_loop_of_checkpoints_and_draw_what_they_draw_on_threads(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Again in each backward; and the caller's stream goes on as if the map had drawn once."""
+    modules = experts_of(lambda: nn.Sequential(nn.Linear(4, 4), kind(0.5), nn.Linear(4, 4)), num=4)
+    weights = [weight for module in modules for weight in module.parameters()]
+    shape = (3, 4, 4) if kind is nn.Dropout1d else (3, 2, 2, 4)
+
+    def run() -> tuple[bool, list[Any]]:
+        x = torch.linspace(-1, 1, 48).view(shape).requires_grad_()
+        torch.manual_seed(3)
+        outputs = parallel_apply(modules, [(x,)] * 4, recompute=True)
+        y, after = torch.stack(outputs), [torch.rand(3)]
+        grads: list[Tensor] = []
+        x.register_hook(lambda grad: grad + torch.rand_like(grad))
+        for is_last in (False, True):
+            grads += torch.autograd.grad(y.sin().sum(), [x, *weights], retain_graph=not is_last)
+            after.append(torch.rand(3))
+        return "Join" in type(outputs[0].grad_fn).__name__, [y, *after, *grads]
+
+    is_joined, found = run()
+    assert not is_joined
+    monkeypatch.setattr(in_turn, "MOST_SMALL", -1)
+    monkeypatch.setattr(in_turn, "LEAST_LARGE", math.inf)
+    is_joined, wanted = run()
+    assert is_joined
+    assert_same(found, wanted)  # there with other intra-op threads
+    assert not torch.equal(found[0][0], found[0][1])
+
+
+@pytest.mark.usefixtures("some_are_small")
+def test_the_second_run_of_a_small_call_leaves_the_generator_of_the_process_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It belongs to all threads: to lend it out for a moment, as `checkpoint` does, would change what others draw."""
+    noted: list[Tensor] = []
+    monkeypatch.setattr(torch, "set_rng_state", noted.append)
+    (y, _) = parallel_apply(experts_of(lambda: ffn(0.5), num=2), [(torch.ones(5, 4),)] * 2, recompute=True)
+    assert is_checkpointed(y.grad_fn)
+    y.sum().backward()
+    assert noted == []
 
 
 def test_dropout_masks_are_the_same_with_any_number_of_workers_and_without_recompute() -> None:
