@@ -171,9 +171,8 @@ def _in_our_words(details: str) -> str:
     failed = _NOT_CONNECTED.fullmatch(details)
     if failed is None:
         return details
-    got = (
-        failed[1].partition("\0")[0].rstrip()
-    )  # of a socket that could not be made grpc adds the bytes of its address
+    # Of a socket that could not be made grpc adds the bytes of its address.
+    got = failed[1].partition("\0")[0].rstrip()
     if "Too many open files" in got:
         return f"expected a connection, got {got!r}. Raise the limit of open files of this process."
     return (
