@@ -21,11 +21,8 @@ _REFLECTION = (nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d)
 _CIRCULAR = (nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d)
 _PADS = frozenset([*_CONSTANT, *_ZERO, *_REPLICATION, *_REFLECTION, *_CIRCULAR])
 _PADS_BY_ITSELF = frozenset([*_REFLECTION, *_CIRCULAR])  # by no more positions at an end than there are
-_DIRECTIONS: Mapping[str, int] = {
-    "linear": 1,
-    "bilinear": 2,
-    "bicubic": 2,
-}  # that a layer scales up, or three
+# Of what a layer scales up, by its mode; else three.
+_DIRECTIONS: Mapping[str, int] = {"linear": 1, "bilinear": 2, "bicubic": 2}
 
 MOST = 1 << 64
 # Kernels are summed by one core, whatever the intra-op threads: on two idle cores four calls that sum 2^23 elements
