@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import parallel_apply
+from moe_autograd.autograd.offload import OffloadedExperts
 from tests.support.offloading import OPTIMIZERS, assert_same_gradients, assert_same_weights, both, ffn
 
 
@@ -98,6 +100,12 @@ def test_checkpointed_by_the_caller_with_dropout(use_reentrant: bool) -> None:
     assert_same_gradients(experts, plain)
 
 
+def step(experts: OffloadedExperts, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for one in (experts, *optimizers):
+        one.step()
+        one.zero_grad()
+
+
 def with_statistics() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
 
@@ -124,11 +132,7 @@ def test_buffers_that_a_backward_changes_are_kept(is_map: bool, update: Any) -> 
         x = torch.randn(4, 8, dtype=torch.float64)
         for modules in (experts, plain):
             sum(module(x) for module in modules).square().sum().backward()
-        experts.step()
-        experts.zero_grad()
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
+        step(experts, optimizers)
     assert_same_weights(experts, plain)
 
 
@@ -162,11 +166,7 @@ def test_a_checkpoint_around_many_experts_runs_each_again_once(
             found.append(x.grad)
             x.grad = None
         torch.testing.assert_close(*found)
-        experts.step()
-        experts.zero_grad()
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
+        step(experts, optimizers)
     assert_same_weights(experts, plain)
 
 
