@@ -42,7 +42,7 @@ from experts_server.serving.ports import open_port
 from experts_server.serving.security import Gate
 from experts_server.serving.service import Service
 from moe_autograd._intraop import set_team_size
-from moe_autograd.errors import ConfigError
+from moe_autograd.errors import CheckpointError, ConfigError
 from moe_autograd.wire.addresses import split_address
 from moe_autograd.wire.options import SERVER_OPTIONS
 
@@ -122,6 +122,7 @@ class ExpertServer:
         )
         self.metrics: MetricsEndpoint | None = None
         self._is_stopping, self._has_stopped = asyncio.Event(), asyncio.Event()
+        self._why_unsaved: str | None = None  # once it has stopped, if the last save failed
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grpc: grpc.aio.Server | None = None
         self._upkeep: asyncio.Future[list[None]] | None = None
@@ -216,10 +217,15 @@ class ExpertServer:
         """Refuse new calls, wait for those in flight (at most `drain_timeout_s`), save, and close.
 
         Cancelled, it closes without the rest; of a save that is being written it waits for the end.
-        Beside another one it waits for that one's end, and does nothing.
+        Beside another one it waits for that one's end, and raises what that one raised.
+
+        Raises:
+            CheckpointError: the last save failed; it has stopped all the same.
         """
         if self.state == "draining":
             await self._has_stopped.wait()
+            if self._why_unsaved is not None:
+                raise CheckpointError(self._why_unsaved)
             return
         if self.state in ("starting", "stopped"):
             if self._loop is None:  # nor was it started
@@ -236,6 +242,9 @@ class ExpertServer:
             await self._end_serving(CLOSE_S)
             is_computing = any(queue.computing_since is not None for queue in self.registry.values())
             await self.saver.save_last(until - time.monotonic() if is_computing else None)
+        except CheckpointError as error:
+            self._why_unsaved = str(error)
+            raise
         finally:
             try:
                 await self._end_serving(None)

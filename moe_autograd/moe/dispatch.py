@@ -161,10 +161,7 @@ def combine(outputs: Sequence[Tensor], combine_weights: Tensor, plan: DispatchPl
 
 
 def _runs(outputs: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """Put together neighbours of which few rows are to be added: each addition by itself takes its time, too.
-
-    All, where somebody sees what is computed: a selective checkpoint refuses changes in place of what it keeps.
-    """
+    """Put together neighbours of which few rows are to be added: each addition by itself takes its time, too."""
     ends, num_elements = [0], 0
     for index, output in enumerate(outputs):
         if type(output) is not Tensor:
@@ -173,7 +170,7 @@ def _runs(outputs: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         if num_elements >= _LEAST_AT_ONCE:
             ends.append(index + 1)
             num_elements = 0
-    if len(ends) < 3 or torch._C._len_torch_dispatch_stack():
+    if len(ends) < 3:
         return [outputs]
     return [outputs[start:end] for start, end in itertools.pairwise([*ends[:-1], len(outputs)])]
 
@@ -200,11 +197,16 @@ def concatenate(outputs: Sequence[Tensor]) -> Tensor:
 
 
 class _AddRows(torch.autograd.Function):
-    """``y.index_add_(0, token_index, rows)``, which keeps the rows for its backward though it needs none of them."""
+    """``y.index_add_(0, token_index, rows)``, which keeps the rows for its backward though it needs none of them.
+
+    Not in place where somebody sees what is computed: a selective checkpoint refuses changes of what it keeps.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, token_index: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(token_index)
+        if torch._C._len_torch_dispatch_stack():
+            return y.index_add(0, token_index, rows)
         ctx.mark_dirty(y)
         return y.index_add_(0, token_index, rows)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from moe_autograd.autograd.uncompiled import left_alone
 
@@ -26,9 +27,9 @@ def with_zero_grads(y: Tensor, parameters: Sequence[Tensor]) -> Tensor:
 
     Args:
         y: any shape; nobody but the caller holds it.
-        parameters: those that do not require grad are left out.
+        parameters: those that do not require grad are left out, and lazy ones, which have no shape yet.
     """
-    parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    parameters = [one for one in parameters if one.requires_grad and not is_lazy(one)]
     if not parameters:
         return y
     ends = [_Zeros.apply(*few) for few in _grouped(parameters)]  # type: ignore[no-untyped-call]  # torch's own gap

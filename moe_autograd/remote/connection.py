@@ -71,6 +71,7 @@ class Connection:
         self._expectations = Expectations(self._delivery.expect)
         self.left_forwards = LeftForwards(partial(self._delivery.forget, self.numbering.client_id))
         self._updates = Updates(self._delivery, self.numbering)
+        self._trained_here: set[str] = set()  # experts of which a forward has recorded gradients
         # Where nobody holds it any more, nobody can close it. At exit grpc ends by itself.
         self._closing = weakref.finalize(self, close_apart, self._delivery, self.left_forwards)
         self._closing.atexit = False
@@ -207,6 +208,17 @@ class Connection:
                 job.outcome.tensors = on_devices_of([args[0]] * call.num_outputs, job.outcome.tensors)
         return [job.outcome for job in jobs]
 
+    def _is_training(self, call: Call) -> bool:
+        """Whether a forward is one of a training; so is, once there was such a one, each without gradients.
+
+        A checkpoint, or an autograd function, may make one of those first, and the same again with gradients.
+        """
+        if not self.hosted[call.expert].is_trained:
+            return False
+        if call.keep_graph:
+            self._trained_here.add(call.expert)
+        return call.expert in self._trained_here
+
     def _deliver_forwards(
         self, calls: Sequence[Call], inputs: Sequence[Sequence[Tensor]], failures: Failures | None
     ) -> list[Job]:
@@ -216,7 +228,7 @@ class Connection:
         for call, args in zip(calls, inputs, strict=True):
             call.encoding = encoding
             request = forward_request(self.numbering.client_id, call, args, encoding)
-            is_training = call.keep_graph and self.hosted[call.expert].is_trained
+            is_training = self._is_training(call)
             address = self._finding.home_of(call.expert) if is_training else self.address_of(call.expert)
             jobs.append(Job(request, address, index=call.index, is_training=is_training))
         is_whole = False  # Ctrl-C may end it anywhere
@@ -318,7 +330,9 @@ class Connection:
         """Return the `state_dict` of each named expert, by name."""
         names_at: dict[str, list[str]] = {}
         for name in names:
-            names_at.setdefault(self._finding.home_of(name), []).append(name)
+            is_trained = self.hosted[name].is_trained
+            address = self._finding.home_of(name) if is_trained else self.address_of(name)
+            names_at.setdefault(address, []).append(name)
 
         def once(channel: Channel, own: list[str], operation: Operation) -> dict[str, State]:
             layouts = {name: self.hosted[name].layout for name in own}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from experts_server import ExpertsServer
 from moe_autograd.errors import ServerUnavailableError, TooFewExpertsError
@@ -256,16 +257,27 @@ class TestReplicasThatAreTrained:
             trained.give_back()
             assert torch.equal(experts["ffn.0"].state_dict()["weight"], trained.modules[trained.which].weight)
 
+    def test_weights_of_replicas_that_nobody_trains_are_of_whichever_answers(self):
+        module = nn.Linear(D_MODEL, D_MODEL)
+        with ExpertsServer({"ffn.0": module}) as one, ExpertsServer({"ffn.0": module}) as other:
+            first, second = Proxy(one.address), Proxy(other.address)
+            with first, second, connect([first.address, second.address], timeout_s=ENDLESS_S) as experts:
+                chosen = experts["ffn.0"].hosted.addresses[0]
+                (first if chosen == first.address else second).is_black_hole = True
+                with torch.no_grad():
+                    experts["ffn.0"](torch.randn(2, D_MODEL))
+                assert torch.equal(experts["ffn.0"].state_dict()["weight"], module.weight)
+
     def test_a_training_goes_on_at_its_own_as_soon_as_that_answers(self, trained):
         with trained.connect() as experts:
             optimizer = RemoteOptimizer(experts)
             twin = copy.deepcopy(trained.modules[trained.which])
             local = sgd(twin.parameters())
+            trained.lose()
+            with torch.no_grad():
+                trained.check_is_of_the_other(experts["ffn.0"](tokens()), tokens())
+            trained.give_back()
             for _ in range(2):
-                trained.lose()
-                with torch.no_grad():
-                    trained.check_is_of_the_other(experts["ffn.0"](tokens()), tokens())
-                trained.give_back()
                 y, expected = experts["ffn.0"](tokens()), twin(tokens())
                 torch.testing.assert_close(y, expected)
                 for loss, own in ((y.square().sum(), optimizer), (expected.square().sum(), local)):
@@ -285,6 +297,22 @@ class TestReplicasThatAreTrained:
             for _ in range(2):
                 with pytest.raises(ServerUnavailableError, match=trained.proxies[trained.which].address):
                     experts["ffn.0"](tokens())
+
+    def test_once_one_has_recorded_gradients_those_that_record_none_stay_with_it(self, trained):
+        """A checkpoint may make such a one first, and then its gradients, which would be those of another expert."""
+        with trained.connect(patience_s=0.2) as experts:
+            experts["ffn.0"](tokens())
+            trained.lose()
+            with torch.no_grad(), pytest.raises(ServerUnavailableError):
+                experts["ffn.0"](tokens())
+            trained.give_back()
+            found = []
+            for expert in (experts["ffn.0"], trained.modules[trained.which]):
+                x = tokens()
+                y = checkpoint(expert, x, use_reentrant=True)
+                y.square().sum().backward()
+                found.append((y, x.grad))
+            torch.testing.assert_close(*found)
 
     def test_one_that_records_none_goes_to_the_other(self, trained):
         with trained.connect() as experts:

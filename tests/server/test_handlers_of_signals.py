@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from experts_server import ExpertsServer
 from experts_server.serving import embedded
 from experts_server.serving.loop_thread import LoopThread
+from moe_autograd.errors import CheckpointError
 from moe_autograd.remote import connect
 from moe_autograd.remote.cancelling import Cancellation
 from moe_autograd.remote.placement import Placement
@@ -118,6 +119,40 @@ def test_a_handler_that_stops_a_server_in_its_last_save_waits_for_it(tmp_path: P
         with server:  # it may be started again
             assert server.state == "ready"
     assert seen == [("stopped", True)] * 2
+
+
+class LosesItsFolder(SaysItIsSaved):
+    """The last save of it fails."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().state_dict(*args, **kwargs)
+        if self.is_heard.is_set() and self.folder.is_dir():
+            self.folder.rename(self.folder.with_name("elsewhere"))
+        return found
+
+
+def test_who_stops_a_server_in_a_last_save_that_fails_is_told_as_well(tmp_path: Path) -> None:
+    """Otherwise a handler that ends the process, by `sys.exit(0)`, would say that all is well."""
+
+    def stop() -> None:
+        module.is_heard.set()
+        try:
+            server.stop()
+        except CheckpointError as error:
+            told.append(str(error))
+
+    module, told = LosesItsFolder(tmp_path / "checkpoints"), list[str]()
+    server = ExpertsServer({"e": module}, config={"checkpoint_dir": str(module.folder)})
+    module.__dict__["server"] = server
+    with leaving_no_thread(), handling(stop):
+        with pytest.raises(CheckpointError) as raised, server:
+            pass
+        assert server.state == "stopped"
+    assert told == [str(raised.value)]
 
 
 def test_a_server_that_is_stopped_while_it_starts_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

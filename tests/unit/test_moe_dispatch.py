@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -175,6 +177,25 @@ def test_large_results_go_when_they_are_added() -> None:
     assert num_alive == [6, 5, 4, 3, 2, 1]
 
 
+class SeesAll(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("modes", [(SeesAll, nullcontext), (nullcontext, SeesAll), (SeesAll, SeesAll)])
+def test_large_results_are_added_alike_in_both_runs_of_a_checkpoint_of_which_one_is_under_a_mode(
+    modes: tuple[Callable[[], Any], Callable[[], Any]],
+) -> None:
+    plan = plan_of(random_choices(1500, 6, 3), 6)
+    outputs, weights = large_outputs(plan), torch.rand(1500, 3, requires_grad=True)
+    with modes[0]():
+        y = checkpoint(combine, outputs, weights, plan, use_reentrant=False)
+    with modes[1]():
+        (found,) = torch.autograd.grad(y.square().sum(), weights)
+    (expected,) = torch.autograd.grad(combine(outputs, weights, plan).square().sum(), weights)
+    assert torch.equal(found, expected)
+
+
 def test_large_results_are_added_under_a_selective_checkpoint_that_keeps_all() -> None:
     plan = plan_of(random_choices(1500, 6, 3), 6)
     outputs, weights = large_outputs(plan), torch.rand(1500, 3, requires_grad=True)
@@ -241,6 +262,13 @@ def test_zeros_of_large_idle_parameters_are_made_when_those_before_are_taken(
         y.sum().backward()
     assert events == [*["made"] * num_together, *["taken"] * num_together] * (8 // num_together)
     assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in parameters)
+
+
+def test_idle_parameters_that_have_no_shape_yet_are_left_out() -> None:
+    lazy, x = nn.LazyLinear(2), torch.ones(3, requires_grad=True)
+    with_zero_grads(x * 2, [*lazy.parameters()]).sum().backward()
+    assert x.grad is not None
+    assert all(parameter.grad is None for parameter in lazy.parameters())
 
 
 def test_zeros_of_idle_parameters_may_be_changed_in_place() -> None:
