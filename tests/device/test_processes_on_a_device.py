@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import textwrap
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from tests.support.devices import needs_gpu
+from tests.support.subprocesses import run_python
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 150.0  # of a process, which imports torch first
+LIMIT_S = 150.0
 BEGINNING = """
-import os, signal, sys, threading
+import os, signal, sys, threading, warnings
+os.environ["TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT"] = "2"  # s, for backwards that never end
+warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # of a fork beside threads
 import torch
 from torch.autograd import Function
 from moe_autograd import map_with_parallel_backward
@@ -180,17 +179,7 @@ def ended() -> dict[str, Future[Ended]]:
     """How each program ends."""
 
     def run(program: str) -> Ended:
-        command = [sys.executable, "-W", "error", "-W", "ignore:This process:DeprecationWarning", "-c"]
-        whole = BEGINNING + textwrap.dedent(program)
-        return subprocess.run(
-            [*command, whole],
-            cwd=ROOT,
-            env={**os.environ, "TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT": "2"},  # s, for backwards that never end
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+        return run_python(BEGINNING + textwrap.dedent(program), limit_s=LIMIT_S)
 
     with ThreadPoolExecutor(len(PROGRAMS)) as pool:
         return {name: pool.submit(run, program) for name, program in PROGRAMS.items()}
