@@ -35,7 +35,7 @@ def together(experts: OffloadedExperts, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("call_all", "options", "every"),
-    [(one_by_one, {}, 41), (together, {}, 41), (together, {"num_microbatches": 2}, 97)],
+    [(one_by_one, {}, 41), (together, {}, 41), (together, {"num_microbatches": 2}, 139)],
     ids=["one by one", "together", "in micro-batches"],
 )
 def test_a_step_after_ctrl_c_is_the_same(
