@@ -195,9 +195,8 @@ class ExpertsServer:
         with uninterrupted():  # but while it waits
             self._num_ending += 1  # a handler of a signal may come here from any line below
             try:
-                if (
-                    self._server is not None and self._loop_thread is not None
-                ):  # another thread has stopped it
+                # Another thread, or a handler, may have stopped it.
+                if self._server is not None and self._loop_thread is not None:
                     self._loop_thread.run(self._server.stop())
             finally:
                 self._num_ending -= 1
