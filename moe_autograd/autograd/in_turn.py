@@ -153,7 +153,7 @@ def call_in_turn(
         if size.is_here and work.most > most and (only_small or work.least < least_large()):
             return None
         draws, are_read = draws or work.draws, are_read and work.is_read
-        if how is not None and (are_seen or not size.is_here or (draws and not are_read)):
+        if how is not None and (are_seen or not size.is_here):
             return None
     if not _compute_as_usual(kinds):
         return None
@@ -166,7 +166,7 @@ def call_in_turn(
                 if draws:
                     running.index = index
                 if how is not None:
-                    run = how if not are_read else how.with_draws if draws else how.without_draws
+                    run = how.with_draws if draws else how.without_draws if are_read else how
                     returned.append(run(module, *own_args, **own_kwargs))
                 elif own_kwargs or len(own_args) != 1:
                     returned.append(module(*own_args, **own_kwargs))

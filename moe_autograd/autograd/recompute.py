@@ -69,7 +69,7 @@ class Recompute:
 
     def with_draws(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Make a call that draws from a stream of its own, in the caller's own graph; see `__call__`."""
-        drawing = _DrawsAgain(functools.partial(call, **kwargs))
+        drawing = _DrawsAgain(functools.partial(_run, call, kwargs))
         return self._checkpoint(drawing, *args, preserve_rng_state=False)
 
     def _checkpoint(self, call: Callable[..., Any], *args: Any, **options: bool) -> Any:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from moe_autograd import FeedForwardExpert
 from moe_autograd.autograd import in_turn
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.autograd.saved_tensors import is_checkpointed
@@ -80,10 +81,15 @@ def test_the_second_run_of_a_small_call_leaves_the_generator_of_the_process_alon
     """It belongs to all threads: to lend it out for a moment, as `checkpoint` does, would change what others draw."""
     noted: list[Tensor] = []
     monkeypatch.setattr(torch, "set_rng_state", noted.append)
-    (y, _) = parallel_apply(experts_of(lambda: ffn(0.5), num=2), [(torch.ones(5, 4),)] * 2, recompute=True)
-    assert is_checkpointed(y.grad_fn)
-    y.sum().backward()
-    assert noted == []
+    for make in (
+        lambda: ffn(0.5),
+        lambda: nn.Sequential(FeedForwardExpert(4, 8), nn.Dropout(0.5), nn.Linear(4, 4)),
+    ):
+        experts, x = experts_of(make, num=2), torch.ones(5, 4, requires_grad=True)
+        (y, _) = parallel_apply(experts, [(x,)] * 2, recompute=True)
+        assert is_checkpointed(y.grad_fn)
+        y.sum().backward()
+        assert noted == []
 
 
 def test_dropout_masks_are_the_same_with_any_number_of_workers_and_without_recompute() -> None:
