@@ -32,7 +32,7 @@ _num_modules = 0  # at the last search for garbage in them
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let `make soak` say how long it has, and `make races` how often threads take turns."""
-    parser.addoption("--soak-minutes", type=float, default=0.5, help="how long the soak tests run")
+    parser.addoption("--soak-minutes", type=float, default=0.35, help="how long the soak tests run")
     parser.addoption(
         "--switch-interval", type=float, help="s after which another thread goes on; shows races"
     )

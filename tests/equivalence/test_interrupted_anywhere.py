@@ -133,7 +133,7 @@ def test_a_step_after_ctrl_c_draws_and_computes_what_it_would_have(
     num_experts: int, options: dict[str, Any]
 ) -> None:
     # Two calls have nearly twice the points of one, at which the same is done.
-    assert_steps_go_on([Dropping() for _ in range(num_experts)], every=num_experts + 1, **options)
+    assert_steps_go_on([Dropping() for _ in range(num_experts)], every=2 * num_experts + 1, **options)
 
 
 @pytest.mark.usefixtures("some_are_small")

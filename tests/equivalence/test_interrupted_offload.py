@@ -35,7 +35,7 @@ def together(experts: OffloadedExperts, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("call_all", "options", "every"),
-    [(one_by_one, {}, 41), (together, {}, 41), (together, {"num_microbatches": 2}, 139)],
+    [(one_by_one, {}, 83), (together, {}, 83), (together, {"num_microbatches": 2}, 251)],
     ids=["one by one", "together", "in micro-batches"],
 )
 def test_a_step_after_ctrl_c_is_the_same(
@@ -81,7 +81,7 @@ def test_a_step_in_which_a_handler_of_ctrl_c_copies_weights_is_the_same(tmp_path
         step()
         before = signal.signal(signal.SIGINT, copy)
         try:
-            for point in interrupted_everywhere(step, every=53):
+            for point in interrupted_everywhere(step, every=83):
                 num_points += 1
                 at = f"{point}: {{}}".format
                 torch.testing.assert_close(copies.pop(), weights, msg=at)

@@ -112,8 +112,8 @@ def compare(cases: Iterable[Case], *, at_least: int) -> None:
     assert num_compared >= at_least, num_compared
 
 
-def operators(dtype: torch.dtype, shard: slice) -> Iterator[Case]:
-    for operator in op_db[shard]:
+def operators(dtype: torch.dtype) -> Iterator[Case]:
+    for operator in op_db:
         if operator.name not in UNDEFINED and dtype in operator.supported_dtypes("cpu"):
             differentiable = operator.supports_autograd and dtype in operator.supported_backward_dtypes("cpu")
             samples = operator.sample_inputs("cpu", dtype, requires_grad=differentiable)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,7 @@ SOURCES = {
 }
 
 
+@cache
 def tree_of(module: str) -> ast.Module:
     return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
 
@@ -212,53 +214,56 @@ def imports_of(node: ast.AST) -> Iterator[tuple[str, int]]:
                 yield name if name in SOURCES else base, child.lineno
 
 
-@pytest.mark.parametrize("module", [name for name in SOURCES if name not in PUBLIC_ROOTS])
-def test_a_module_imports_only_from_rooms_that_its_own_room_has_a_door_to(module: str) -> None:
-    room = room_of(module)
-    for imported, line in imports_of(tree_of(module)):
-        if imported.split(".")[0] in PUBLIC_ROOTS:
-            allowed = any(is_within(imported, door) for door in (room, *DOORS[room]))
-            assert allowed, f"{SOURCES[module]}:{line}: {room} has no door to {imported}"
+def test_a_module_imports_only_from_rooms_that_its_own_room_has_a_door_to() -> None:
+    for module in SOURCES.keys() - PUBLIC_ROOTS:
+        room = room_of(module)
+        for imported, line in imports_of(tree_of(module)):
+            if imported.split(".")[0] in PUBLIC_ROOTS:
+                allowed = any(is_within(imported, door) for door in (room, *DOORS[room]))
+                assert allowed, f"{SOURCES[module]}:{line}: {room} has no door to {imported}"
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_no_module_imports_the_root_of_its_own_package(module: str) -> None:
-    own_root = module.split(".")[0]
-    lines = [line for imported, line in imports_of(tree_of(module)) if imported == own_root]
-    assert not lines, f"{SOURCES[module]}:{lines[0]}: import from the module that defines the name"
+def test_no_module_imports_the_root_of_its_own_package() -> None:
+    for module, path in SOURCES.items():
+        own_root = module.split(".")[0]
+        lines = [line for imported, line in imports_of(tree_of(module)) if imported == own_root]
+        assert not lines, f"{path}:{lines[0]}: import from the module that defines the name"
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_no_function_imports(module: str) -> None:
-    functions = [
-        node for node in ast.walk(tree_of(module)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    for function in functions:
-        lines = [line for _, line in imports_of(function)]
-        assert not lines, f"{SOURCES[module]}:{lines[0]}: import at the top; a cycle is a misplaced name"
+def test_no_function_imports() -> None:
+    for module, path in SOURCES.items():
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = [line for _, line in imports_of(node)]
+                assert not lines, f"{path}:{lines[0]}: import at the top; a cycle is a misplaced name"
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_nothing_is_pickled(module: str) -> None:
-    tree = tree_of(module)
-    imported = {name.split(".")[0] for name, _ in imports_of(tree)}
-    assert not imported & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
-    calls = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    assert not calls & {"torch.load", "torch.save"}
+def attributes_in(module: str) -> set[str]:
+    return {ast.unparse(node) for node in ast.walk(tree_of(module)) if isinstance(node, ast.Attribute)}
 
 
-@pytest.mark.parametrize("module", [name for name in SOURCES if name != "moe_autograd._contexts"])
-def test_contexts_raise_what_their_blocks_raise(module: str) -> None:
+def packages_imported_by(module: str) -> set[str]:
+    return {name.split(".")[0] for name, _ in imports_of(tree_of(module))}
+
+
+def test_nothing_is_pickled() -> None:
+    for module, path in SOURCES.items():
+        imported = packages_imported_by(module) & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+        called = attributes_in(module) & {"torch.load", "torch.save"}
+        assert not imported | called, path
+
+
+def test_contexts_raise_what_their_blocks_raise() -> None:
     """Those of `contextlib` set an attribute of it, which an exception may refuse."""
-    tree = tree_of(module)
-    used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    imported = {
-        f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert not (used | imported) & {"contextlib.contextmanager", "contextlib._GeneratorContextManager"}
+    for module in SOURCES.keys() - {"moe_autograd._contexts"}:
+        imported = {
+            f"{node.module}.{alias.name}"
+            for node in ast.walk(tree_of(module))
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        found = attributes_in(module) | imported
+        assert not found & {"contextlib.contextmanager", "contextlib._GeneratorContextManager"}, module
 
 
 ROOMS_WITH_A_MAP = (
@@ -288,10 +293,9 @@ def is_local(module: str) -> bool:
     return not any(is_within(module, room) for room in remote_rooms)
 
 
-@pytest.mark.parametrize("module", list(filter(is_local, SOURCES)))
-def test_only_the_remote_rooms_know_of_a_network(module: str) -> None:
-    imported = {name.split(".")[0] for name, _ in imports_of(tree_of(module))}
-    assert not imported & {"grpc", "google", "xxhash", "socket", "asyncio"}
+def test_only_the_remote_rooms_know_of_a_network() -> None:
+    for module in filter(is_local, SOURCES):
+        assert not packages_imported_by(module) & {"grpc", "google", "xxhash", "socket", "asyncio"}, module
 
 
 @pytest.mark.parametrize("module", ["autograd.emulated", "autograd.isolated", "moe.layer"])
