@@ -48,9 +48,7 @@ class ModuleCaller:
     Threads: one at a time, as the expert itself.
     """
 
-    def __init__(
-        self, name: str, module: nn.Module, *, eval_only: bool = False, is_trained: bool = False
-    ) -> None:
+    def __init__(self, name: str, module: nn.Module, *, eval_only: bool, is_trained: bool) -> None:
         self.name = name
         self._is_trained = is_trained
         self.eval_only = eval_only

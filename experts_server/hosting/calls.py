@@ -101,8 +101,8 @@ class Expected(NamedTuple):
 
     at_least: int
     at_most: int
-    digest: int = 0
-    unsure: tuple[int, ...] = ()
+    digest: int
+    unsure: tuple[int, ...]
 
 
 @dataclass(slots=True)

@@ -31,5 +31,5 @@ def from_config(config: ServerConfig) -> ExpertServer:
             if expert.eval_only:
                 check_training(name, module, config.chosen_optimizer(expert))
             saving = config.memory_of(expert)
-            experts[name] = Hosting(module, training, expert.can_join, expert.eval_only, saving)
+            experts[name] = Hosting(module, training, saving, expert.can_join, expert.eval_only)
     return ExpertServer(experts, config)

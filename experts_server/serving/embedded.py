@@ -83,7 +83,7 @@ class ExpertsServer:
         for name, module in experts.items():
             made = _checked_optimizer(name, build_optimizer(name, module, optimizer))
             training = None if made is None else Training(made, update, samples_per_update or 1)
-            self._experts[_checked(name)] = Hosting(module, training, saving=self._config.memory)
+            self._experts[_checked(name)] = Hosting(module, training, self._config.memory)
         self._renew_lock()
         _made.add(self)
         self._loop_thread: LoopThread | None = None

@@ -23,7 +23,7 @@ from torch import nn
 
 from experts_server.budget import Budget
 from experts_server.checkpoints.saving import Saver
-from experts_server.configuration.config import SAVING_NOTHING, MemoryConfig, ServingConfig
+from experts_server.configuration.config import MemoryConfig, ServingConfig
 from experts_server.configuration.names import check_name, counted
 from experts_server.hosting.calls import InspectCall
 from experts_server.hosting.failing import FailureLog
@@ -58,10 +58,10 @@ class Hosting:
     """One expert: a module, how it is trained (`None`: it is not), and how it is called (see `HostedExpert`)."""
 
     module: nn.Module
-    training: Training | None = None
+    training: Training | None
+    saving: MemoryConfig
     can_join: bool = True
     eval_only: bool = False
-    saving: MemoryConfig = SAVING_NOTHING
 
     def host(self, name: str, memory: SharedMemory, failures: FailureLog) -> HostedExpert:
         """Return it as a server holds it."""

@@ -64,7 +64,7 @@ class Settings:
     timeout_s: float
     retry: RetryPolicy
     encodings: Encodings
-    hedge: HedgePolicy | None = None
+    hedge: HedgePolicy | None
 
 
 @dataclass(frozen=True)

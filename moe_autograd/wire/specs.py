@@ -24,8 +24,8 @@ class TensorSpec:
     """
 
     shape: tuple[int | None, ...]
-    dtype: torch.dtype | None = None
-    may_have_more: bool = False
+    dtype: torch.dtype | None
+    may_have_more: bool
 
     @classmethod
     def of(cls, message: pb.TensorSpec) -> TensorSpec:
