@@ -112,9 +112,8 @@ def _value(text: str, may_be_number: bool) -> Any:
 
 def _merge(base: dict[str, Any], extra: Mapping[str, Any]) -> None:
     for key, value in extra.items():
-        if (
-            isinstance(value, Mapping) and base.get(key) == "none"
-        ):  # no optimizer: what is said of one names it, too
+        # no optimizer: what is said of one names it, too
+        if isinstance(value, Mapping) and base.get(key) == "none":
             base[key] = {"name": "none"}
         if isinstance(value, Mapping) and isinstance(base.get(key), dict):
             _merge(base[key], value)

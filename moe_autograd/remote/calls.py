@@ -266,9 +266,8 @@ class _Stream:
                 travelled_s = self._taken_s[index] - outcomes[index].server_s
                 num_came = came[bisect.bisect_left(times_s, travelled_s)]
                 num_bytes = num_sent + num_came + _num_bytes(outcomes[index].tensors)
-                moving_s = max(
-                    travelled_s - channel.round_trip_s, 0.1 * travelled_s, 1e-6
-                )  # all are estimates
+                # all are estimates
+                moving_s = max(travelled_s - channel.round_trip_s, 0.1 * travelled_s, 1e-6)
                 if num_bytes >= MEASURED_BYTES and num_bytes * fastest[1] > fastest[0] * moving_s:
                     fastest = num_bytes, moving_s
         channel.encodings.note_transfer(self._line.rpc, *fastest)

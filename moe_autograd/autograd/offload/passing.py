@@ -21,9 +21,8 @@ class Passing:
     """Parts that go, and the names of those that have gone. `Residency` has the lock, but for `lose`."""
 
     def __init__(self) -> None:
-        self._free_names: dict[
-            int, list[str]
-        ] = {}  # by size, the one that went last at the end; none is empty
+        # by size, the one that went last at the end; none is empty
+        self._free_names: dict[int, list[str]] = {}
         self._lost: deque[Part] = deque()
         self._serial_numbers = itertools.count()
         self._used_bytes = self._peak_bytes = self._free_bytes = 0
