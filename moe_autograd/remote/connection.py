@@ -3,7 +3,7 @@
 All experts of one connection share it as their call group, so a map over them is one pass: one stream for each
 server, all servers at the same time. How calls get there, and what is tried again, is `delivery`'s.
 
-Mutable state: none of its own; what `finding` knows is replaced as a whole, what `updates` counts is guarded there.
+Mutable state: `_trained_here`, to which names are only added. All else is guarded in `finding`, `updates` and the like.
 
 Threads: any number of operations at once.
 """
