@@ -109,14 +109,12 @@ async def in_thread(func: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) 
         withdrawn.append(error)
         scope.end(was_heard=True)
         raise
+    was_heard = True
     try:
-        result = await future
+        return await future
     except asyncio.CancelledError:
+        was_heard = False
         scope.cancel()
-        scope.end(was_heard=False)
         raise
-    except Exception:
-        scope.end(was_heard=True)
-        raise
-    scope.end(was_heard=True)
-    return result
+    finally:
+        scope.end(was_heard)

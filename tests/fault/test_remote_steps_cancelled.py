@@ -78,6 +78,20 @@ def test_a_step_that_nobody_has_heard_of_is_made_once(trained: Trained, result_i
     assert trained.num_updates == [2, 2]
 
 
+@pytest.mark.parametrize("error", [ArithmeticError, SystemExit, KeyboardInterrupt])
+def test_one_behind_which_something_is_raised_was_heard_of(
+    trained: Trained, error: type[BaseException]
+) -> None:
+    def step() -> None:
+        trained.optimizer.step()
+        raise error("told to")
+
+    with pytest.raises(error, match="told to"):
+        asyncio.run(in_thread(step))
+    assert trained.has_settled
+    assert trained.num_updates == [1, 1]
+
+
 def test_its_server_remembers_it_whatever_comes_between(trained: Trained) -> None:
     """A server forgets numbers below those that are open, and refuses them."""
     one, other = (RemoteOptimizer([trained.experts[name]]) for name in ("a", "b"))
