@@ -21,6 +21,7 @@ from benchmarks.measure import print_table, stopwatch, take_turns
 from benchmarks.memory import peak_beyond_now
 
 SIZES = {
+    "few": Size(num_experts=64, top_k=8, d_model=256, d_ff=512, num_tokens=8),
     "tiny": Size(num_experts=64, top_k=4, d_model=64, d_ff=128, num_tokens=512),
     "small": Size(num_experts=8, top_k=2, d_model=256, d_ff=512, num_tokens=512),
     "middling": Size(num_experts=8, top_k=2, d_model=512, d_ff=1792, num_tokens=1024),
@@ -62,6 +63,16 @@ def passes(layer: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], Mapping[st
     return run
 
 
+def forwards(layer: nn.Module, x: Tensor) -> Callable[[], Mapping[str, float]]:
+    """Return what makes a forward without gradients."""
+
+    @torch.no_grad()
+    def run() -> Mapping[str, float]:
+        return {"forward": stopwatch(lambda: layer(x))}
+
+    return run
+
+
 def check_equal(layers: Mapping[str, nn.Module], x: Tensor, grad: Tensor) -> None:
     """Compare each layer's result and the gradient of its tokens with ours.
 
@@ -81,16 +92,20 @@ def check_equal(layers: Mapping[str, nn.Module], x: Tensor, grad: Tensor) -> Non
             assert difference < LIMITS[x.dtype], f"{name} differs from ours by {difference:.1e}"
 
 
-def rows_of(name: str, rounds: int, dtype: torch.dtype) -> Sequence[Sequence[object]]:
+def rows_of(name: str, rounds: int, dtype: torch.dtype, *, only_forward: bool) -> Sequence[Sequence[object]]:
     size = SIZES[name]
     layers = layers_of(size, dtype)
     x = torch.randn(1, size.num_tokens, size.d_model, dtype=dtype, requires_grad=True)
     grad = torch.randn_like(x)
     check_equal(layers, x, grad)
-    taken = take_turns({of: passes(layer, x, grad) for of, layer in layers.items()}, rounds=rounds)
-    both = taken["ours"]["both"]
+    runs = {
+        of: forwards(layer, x) if only_forward else passes(layer, x, grad) for of, layer in layers.items()
+    }
+    taken = take_turns(runs, rounds=rounds)
+    whole = "forward" if only_forward else "both"
+    ours = taken["ours"][whole]
     return [
-        (name, of, *[times.median_ms for times in parts.values()], parts["both"].ratio_to(both))
+        (name, of, *[times.median_ms for times in parts.values()], parts[whole].ratio_to(ours))
         for of, parts in taken.items()
     ]
 
@@ -120,7 +135,9 @@ def peak_rows(name: str, rounds: int, dtype: torch.dtype) -> Sequence[Sequence[o
     return [(name, of, peak, peak / medians["ours"]) for of, peak in medians.items()]
 
 
-def main(rounds: int, names: Sequence[str], dtype: torch.dtype, counts_memory: bool) -> None:
+def main(
+    rounds: int, names: Sequence[str], dtype: torch.dtype, *, counts_memory: bool, only_forward: bool
+) -> None:
     missing = [peer for peer in ("transformers", "torchtitan") if not is_installed(peer)]
     if missing:
         print(f"{' and '.join(missing)}: not installed, not measured (see the README)\n")
@@ -130,8 +147,9 @@ def main(rounds: int, names: Sequence[str], dtype: torch.dtype, counts_memory: b
         rows = [row for name in names for row in peak_rows(name, rounds, dtype)]
         print_table(("layer", "whose", "peak, MB", "times ours"), rows)
         return
-    rows = [row for name in names for row in rows_of(name, rounds, dtype)]
-    print_table(("layer", "whose", "forward, ms", "backward, ms", "both, ms", "times ours"), rows)
+    rows = [row for name in names for row in rows_of(name, rounds, dtype, only_forward=only_forward)]
+    parts = ("forward, ms",) if only_forward else ("forward, ms", "backward, ms", "both, ms")
+    print_table(("layer", "whose", *parts, "times ours"), rows)
 
 
 if __name__ == "__main__":
@@ -142,10 +160,17 @@ if __name__ == "__main__":
     parser.add_argument(
         "--memory", action="store_true", help="count memory, each layer in processes of its own"
     )
+    parser.add_argument("--inference", action="store_true", help="time forwards without gradients")
     parser.add_argument("--peak-of", nargs=2, metavar=("SIZE", "LAYER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     chosen_dtype = getattr(torch, arguments.dtype)
     if arguments.peak_of:
         print_peak(*arguments.peak_of, chosen_dtype)
     else:
-        main(arguments.rounds, arguments.sizes, chosen_dtype, arguments.memory)
+        main(
+            arguments.rounds,
+            arguments.sizes,
+            chosen_dtype,
+            counts_memory=arguments.memory,
+            only_forward=arguments.inference,
+        )
