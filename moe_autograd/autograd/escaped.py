@@ -26,14 +26,14 @@ from torch.autograd.graph import GradientEdge, Node
 
 from moe_autograd.autograd.entry import ESCAPED, is_entry
 from moe_autograd.autograd.inlet import inlet_at
-from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined
+from moe_autograd.autograd.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.per_sample import stand_in_for
-from moe_autograd.autograd.result_hooks import joined_by
 from moe_autograd.autograd.this_backward import (
     asked_for_by_name,
     extents_of_this_backward,
     kept_by_this_backward,
 )
+from moe_autograd.autograd.upper_cuts import calls_within
 from moe_autograd.autograd.walks import Edge, walk
 
 
@@ -157,8 +157,8 @@ def _is_anchor(node: Node) -> bool:
 def _within_calls(nodes: Iterable[Node | None]) -> set[Node]:
     """Return the entries in the graphs of calls, at any depth; those where what they take enters are not in them."""
     found = set[Node]()
-    for joined in map(joined_by, nodes):
-        for call in joined.calls if isinstance(joined, Joined) else ():
+    for node in nodes:
+        for call in calls_within(node) or ():
             within: set[Node] = call.nodes() if hasattr(call, "nodes") else set()
             found |= {node for node in within if _is_entry(node)} | _within_calls(within)
     return found

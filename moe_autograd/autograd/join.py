@@ -351,11 +351,10 @@ class _Arrivals:
     def _run(self, whole: Joined) -> None:
         """Run the backwards of all that have arrived."""
         saved, self._saved = self._saved, {}
-        grad_outputs: Grads = []
-        wanted: list[Wanted] = []
-        for i, (num_results, num_inputs) in enumerate(zip(whole.num_results, whole.num_inputs, strict=True)):
-            grad_outputs += self._grad_outputs.pop(i, (None,) * num_results)
-            wanted += self._wanted.pop(i, (False,) * num_inputs)
+        grad_outputs = whole.result_parts.flat(self._grad_outputs, None)
+        wanted = whole.input_parts.flat(self._wanted, False)
+        self._grad_outputs.clear()
+        self._wanted.clear()
         parts, self._parts = self._parts, []
         found = whole.backward(saved, grad_outputs, wanted)
         use_here(found)

@@ -37,6 +37,7 @@ from moe_autograd.autograd.split_backward import is_in_first_part
 from moe_autograd.autograd.this_backward import keeps_graph
 from moe_autograd.autograd.turns import Turn, Turns, taken_turns, turns_of
 from moe_autograd.autograd.uncompiled import is_backward_compiled
+from moe_autograd.autograd.upper_cuts import calls_within
 from moe_autograd.autograd.used_results import looked_at
 from moe_autograd.autograd.uses import Known, lead_to_used, looks_of_this_backward
 
@@ -203,7 +204,7 @@ class JoinedModules(Joined):
         with batches.beyond_transforms():
             found = run_module_calls(planned, self._of_backward(reached), shares_graph=True)
         by_call = {i: batches.together(own) for i, own in zip(reached, found, strict=True)}
-        return [grad for i, count in enumerate(self.num_inputs) for grad in by_call.get(i, (None,) * count)]
+        return self.input_parts.flat(by_call, None)
 
 
 def _second_order(
@@ -282,8 +283,7 @@ def run_module_calls(
 def _runs_again(call: ModuleCall) -> bool:
     """Whether a checkpoint in its graph, or in that of a map within, runs a forward again in the backward."""
     nodes: set[Any] = call.nodes()
-    maps = [getattr(getattr(node, "part", node), "joined", None) for node in nodes]
-    inner = [one for within in maps if isinstance(within, JoinedModules) for one in within.calls]
+    inner = [one for node in nodes for one in calls_within(node) or () if isinstance(one, ModuleCall)]
     return any(map(is_checkpointed, nodes)) or any(map(_runs_again, inner))
 
 

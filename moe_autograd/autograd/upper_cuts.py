@@ -18,7 +18,7 @@ does not count: the engine goes only where it comes to an end that it is asked f
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence, Set
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
@@ -26,7 +26,6 @@ from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from moe_autograd.autograd.borders import is_python
 from moe_autograd.autograd.entry import is_entry
 from moe_autograd.autograd.joined import Joined, Tensors
-from moe_autograd.autograd.result_hooks import joined_by
 from moe_autograd.autograd.sleeping_hooks import Ends, all_hooks_sleep
 from moe_autograd.autograd.walks import Edge, leads, walk
 
@@ -90,9 +89,9 @@ def only_computes(node: Node | None) -> bool:
 
 def calls_within(node: Any) -> Sequence[Any] | None:
     """Return the calls of which a node is a part; `None` if it is none of a map's."""
-    if hasattr(node, "part"):  # an arrival, or what leads on from it
-        return cast(Sequence[Any], node.part.joined.calls)
-    joined = joined_by(node)
+    joined = getattr(
+        getattr(node, "part", node), "joined", None
+    )  # `part`: an arrival, or what leads on from it
     return joined.calls if isinstance(joined, Joined) else None
 
 
