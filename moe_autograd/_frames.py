@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -36,6 +36,13 @@ def on_each_thread(look: Callable[[FrameType], T]) -> dict[int, T]:
             return {thread: look(frame) for thread, frame in sys._current_frames().items()}
         finally:
             _go_on()
+
+
+def beneath(frame: FrameType | None, code: CodeType) -> FrameType | None:
+    """Return the innermost frame from here outwards that runs a function of this code; `None` if there is none."""
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
 
 
 _looking = threading.Lock()

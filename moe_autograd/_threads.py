@@ -15,11 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 
 from torch.autograd.graph import _engine_run_backward
 
-from moe_autograd._frames import on_each_thread
+from moe_autograd._frames import beneath, on_each_thread
 from moe_autograd._interrupts import uninterrupted
 from moe_autograd._intraop import end_team
 from moe_autograd._switching import interval
@@ -145,14 +144,8 @@ def _some_compute() -> bool:
 
 def _some_are_within_backwards() -> bool:
     """Whether a thread is beneath torch's engine, such as in the backward of an autograd function."""
-    is_within = on_each_thread(_is_within_backward)
+    is_within = on_each_thread(lambda frame: beneath(frame, _engine_run_backward.__code__) is not None)
     return any(is_within.get(thread.ident or 0) for thread in [*_threads])
-
-
-def _is_within_backward(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _cpu_s(thread: threading.Thread) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from moe_autograd._frames import on_each_thread
+from moe_autograd._frames import beneath, on_each_thread
 from moe_autograd._imported import imported
 
 T = TypeVar("T")
@@ -80,10 +80,7 @@ def asked_for_by_name() -> Collection[tuple[int, int]]:
 
 
 def _asked_for_by_name() -> Collection[tuple[int, int]]:
-    here = _asked_in(sys._getframe())
-    if here is not None:
-        return here
-    return frozenset().union(*[asked or () for asked in _seen_by_devices(_asked_in)])
+    return frozenset([_edge_of(one) for extent in extents_of_this_backward() for one in extent.ends])
 
 
 class Extent(NamedTuple):
@@ -152,7 +149,9 @@ def _runs_beneath(code: CodeType) -> bool:
         frame = frame.f_back
     if frame is not None or _is_told_first_part.get():
         return True
-    return module == torch.autograd.function.__name__ and any(_seen_by_devices(lambda of: _has(of, code)))
+    return module == torch.autograd.function.__name__ and any(
+        _seen_by_devices(lambda of: beneath(of, code) is not None)
+    )
 
 
 def _seen_by_devices(look: Callable[[FrameType], T]) -> Collection[T]:
@@ -160,22 +159,9 @@ def _seen_by_devices(look: Callable[[FrameType], T]) -> Collection[T]:
     return on_each_thread(look).values() if torch.accelerator.is_available() else ()
 
 
-def _has(frame: FrameType | None, code: CodeType) -> bool:
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
-
-
-def _asked_in(frame: FrameType | None) -> Collection[tuple[int, int]] | None:
-    """Return what the innermost backward that begins in these frames is asked for; `None` if none does."""
-    found = _extent_in(frame)
-    return None if found is None else frozenset(map(_edge_of, found.ends))
-
-
 def _extent_in(frame: FrameType | None) -> Extent | None:
     """Return that of the innermost backward in these frames; `None` if there is none."""
-    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
-        frame = frame.f_back
+    frame = beneath(frame, _engine_run_backward.__code__)
     if frame is None:
         return None
     args: tuple[Any, ...] = frame.f_locals["args"]
