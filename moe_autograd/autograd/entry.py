@@ -14,6 +14,7 @@ its gradient.
 from __future__ import annotations
 
 import collections
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
@@ -40,7 +41,7 @@ from moe_autograd.autograd.wrapped_hooks import WrappedHook, waited_for
 Hook = Callable[[Tensor], Tensor | None]
 # arguments and how they were nested; `None`: positional ones, not nested
 Flat = tuple[list[Any], TreeSpec | None]
-
+_NO_LANE = contextlib.nullcontext()
 
 ESCAPED = (
     "parallel_apply: expected tensors with history to leave a call as its result, got one that left by another way "
@@ -151,28 +152,21 @@ class Entrance:
         self._hooks: list[_AliasHooks] = []
         if torch.is_inference_mode_enabled():
             return
-        tensors = {
-            id(value): value
-            for values in values_of
-            for value in values
-            if isinstance(value, Tensor) and value.requires_grad
-        }
-        if not tensors:
+        taken: dict[int, tuple[Tensor, int]] = {}  # each with the first call that takes it
+        for call, values in enumerate(values_of):
+            for value in values:
+                if isinstance(value, Tensor) and value.requires_grad:
+                    taken.setdefault(id(value), (value, call))
+        if not taken:
             return
         anchor, entrance = torch.empty(0, requires_grad=True, device="cpu"), object()
         has_lanes = accelerator_in_use() is not None and the_map.has_lanes()
-        for key, tensor in tensors.items():
+        for key, (tensor, call) in taken.items():
             if not MAY_DECLARE and differs(tensor):
                 continue  # it is a leaf, where a call's graph may end as well
             hooks = _AliasHooks(tensor, entrance)
             self._hooks.append(hooks)
-            if has_lanes:
-                first = next(
-                    i for i, values in enumerate(values_of) if any(value is tensor for value in values)
-                )
-                with as_on_lane(the_map.number_of(first)):
-                    self.aliases[key] = _alias(tensor, anchor, hooks)
-            else:
+            with as_on_lane(the_map.number_of(call)) if has_lanes else _NO_LANE:
                 self.aliases[key] = _alias(tensor, anchor, hooks)
 
     def refuse_replaced(self, caller: str) -> None:
