@@ -16,6 +16,7 @@ random numbers `_random`'s, the node is `join`'s.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -46,6 +47,7 @@ from moe_autograd.autograd.unrecorded import unrecorded
 from moe_autograd.timeline import is_recording
 
 _NOT_RUN = cast(FunctionCall, None)
+_NO_HOOKS = contextlib.nullcontext()
 
 
 @uncompiled
@@ -151,17 +153,13 @@ def _run_forwards(
     def forward(index: int) -> None:
         if has_streams:
             use_here(args_per_call[index])
-        calls[index] = FunctionCall(func, tuple(args_per_call[index]), is_recorded=is_recorded)
+        # for graphs within the call; what the call itself saves meets them at the join
+        with _NO_HOOKS if hooks is None else hooks.of(index):
+            calls[index] = FunctionCall(func, tuple(args_per_call[index]), is_recorded=is_recorded)
 
-    def forward_in_order(index: int) -> None:
-        assert hooks is not None
-        with hooks.of(index):  # for graphs within the call; what the call itself saves meets them at the join
-            forward(index)
-
-    chosen = forward if hooks is None else forward_in_order
     computes_elsewhere = has_streams and any(map(are_elsewhere, args_per_call))
     try:
-        unrecorded(partial(run_calls, chosen, the_map, "forward", computes_elsewhere=computes_elsewhere))
+        unrecorded(partial(run_calls, forward, the_map, "forward", computes_elsewhere=computes_elsewhere))
     except BaseException:
         calls.clear()  # `forward` holds them, and the traceback that
         raise
