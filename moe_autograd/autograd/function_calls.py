@@ -32,6 +32,7 @@ from moe_autograd.autograd.boxed import Grads
 from moe_autograd.autograd.emulated import arguments_of, call_backward, call_forward, materialize, options_of
 from moe_autograd.autograd.grad_dtypes import GradDtypes, declared_grad_dtypes
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, which_are_wanted
+from moe_autograd.autograd.result_hooks import Arrived, See
 from moe_autograd.autograd.split_backward import is_in_first_part
 
 _SEVERAL_WITH_A_VIEW = (
@@ -217,6 +218,12 @@ class FunctionCall:
         if self._tensor_arguments is not None:
             grads = [grads[i] for i in self._tensor_arguments]
         return add_where_possible(grads, wanted) if wanted else grads
+
+    def see_within(self, place: int, see: See) -> None:
+        """See `joined.Call`: all that comes to a result comes from outside."""
+
+    def note_arrived(self, place: int, arrived: Arrived) -> None:
+        """See `joined.Call`: no result was computed from another."""
 
     def _with_others(self, grad_outputs: Tensors) -> list[Tensor | None]:
         """Put `None` for the results that are no tensors, as PyTorch does."""

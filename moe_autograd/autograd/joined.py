@@ -72,6 +72,22 @@ class Call(Protocol):
             keep_graph: whether there may be another backward.
         """
 
+    def see_within(self, place: int, see: See) -> None:
+        """Let something see what comes to a result within the call.
+
+        Args:
+            place: of the result.
+            see: makes it, given the number of the result among the outputs of a node.
+        """
+
+    def note_arrived(self, place: int, arrived: Arrived) -> None:
+        """Note that a result is one of a call around the map, which others were computed from there.
+
+        Args:
+            place: of the result.
+            arrived: its whole gradient.
+        """
+
 
 class Parts:
     """Which part of a flat list, with some elements for each call, belongs to which call.
@@ -284,22 +300,6 @@ class Joined:
         """Return the call that a result is of, given its place among those of all calls, and its place there."""
         i = self.result_parts.call_at(place)
         return self.calls[i], place - self.result_parts.start(i)
-
-    def see_within(self, place: int, see: See) -> None:
-        """Let something see what comes to a result within its call.
-
-        Args:
-            place: of the result among those of all calls.
-            see: makes it, given the number of the result among the outputs of a node.
-        """
-
-    def note_arrived(self, place: int, arrived: Arrived) -> None:
-        """Note that a result is one of a call around the map, which others were computed from there.
-
-        Args:
-            place: of the result among those of all calls.
-            arrived: its whole gradient.
-        """
 
     def hand_out(self, grads: Grads) -> Tensors:
         """Return what flows to the gate, and after it what flows to `inputs()`.

@@ -29,7 +29,6 @@ from moe_autograd.autograd.module_calls import ModuleCall, Planned
 from moe_autograd.autograd.module_forwards import ModuleForwards
 from moe_autograd.autograd.ordered_hooks import unpack_ahead
 from moe_autograd.autograd.passed import want_by_name
-from moe_autograd.autograd.result_hooks import Arrived, See
 from moe_autograd.autograd.runs import Map, name_guilty
 from moe_autograd.autograd.saved_tensors import is_checkpointed
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
@@ -97,16 +96,6 @@ class JoinedModules(Joined):
     def _nodes_within(self, call: ModuleCall) -> set[Node | None]:
         """Return the nodes of a call's graph, and where what it takes enters that."""
         return call.nodes().union([edge.node for edge, _ in call.cuts if self.entrance.has(edge.node)])
-
-    def see_within(self, place: int, see: See) -> None:
-        """See `Joined`."""
-        call, own = self.call_of(place)
-        call.see_within(own, see)
-
-    def note_arrived(self, place: int, arrived: Arrived) -> None:
-        """See `Joined`."""
-        call, own = self.call_of(place)
-        call.note_arrived(own, arrived)
 
     def backward(
         self, saved_of: dict[int, Sequence[Any]], grad_outputs: Grads, wanted: Sequence[Wanted]

@@ -315,7 +315,8 @@ class CallResults:
             within.register(node, self._own_hooks.get(place))
             self._within = [*self._within, (place, within)]
             if (joined := joined_by(node)) is not None:  # it is a result of a map within
-                joined.see_within(output_nr, see)
+                call, own = joined.call_of(output_nr)
+                call.see_within(own, see)
 
     def results_at_hand(self) -> Iterator[tuple[int, GradientEdge, Tensor]]:
         """Yield those results that somebody has, with the history that they were given.

@@ -59,7 +59,8 @@ def see_within(func: type[Function]) -> type[Function]:
         """Do what `Tensor.register_hook` asks for with its first hook."""
         register(node, result)
         hooks: Any = result._backward_hooks
-        node.joined.see_within(result.output_nr, functools.partial(HooksWithin, weakref.ref(hooks)))
+        call, place = node.joined.call_of(result.output_nr)
+        call.see_within(place, functools.partial(HooksWithin, weakref.ref(hooks)))
 
     node_class._register_hook_dict = register_seeing
     return func
@@ -230,7 +231,8 @@ class Arrived(Within):
             result: as the call knows it, if anybody still does: he may put hooks there, too.
         """
         if (joined := joined_by(node)) is not None:
-            joined.note_arrived(self.output_nr, self)
+            call, place = joined.call_of(self.output_nr)
+            call.note_arrived(place, self)
         if hooks is None and result is not None:
             hooks = result._backward_hooks
         if hooks is not None:

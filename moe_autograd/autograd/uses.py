@@ -24,7 +24,7 @@ from moe_autograd.autograd.computed_from import note_uses
 from moe_autograd.autograd.grad_dtypes import declare, to_declare
 from moe_autograd.autograd.join import backward_by
 from moe_autograd.autograd.joined import Tensors, has_any
-from moe_autograd.autograd.result_hooks import Arrived, See, see_within
+from moe_autograd.autograd.result_hooks import see_within
 from moe_autograd.autograd.this_backward import asked_for_by_name, kept_by_this_backward
 from moe_autograd.autograd.uncompiled import is_backward_compiled
 from moe_autograd.autograd.used_results import UsedResults
@@ -82,16 +82,6 @@ class _UseOf:
     def call_of(self, place: int) -> tuple[UsedResults, int]:
         """See `Joined`."""
         return self._flows.calls[self._index], self._above[place]
-
-    def see_within(self, place: int, see: See) -> None:
-        """See `Joined`."""
-        call, own = self.call_of(place)
-        call.see_within(own, see)
-
-    def note_arrived(self, place: int, arrived: Arrived) -> None:
-        """See `Joined`."""
-        call, own = self.call_of(place)
-        call.note_arrived(own, arrived)
 
     def flow(self, grads: Grads) -> Sequence[Tensor | None]:
         """Return what this backward is to hand on to the used results.
