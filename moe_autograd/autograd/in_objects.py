@@ -25,18 +25,7 @@ from torch.utils._pytree import TreeSpec, is_structseq_class, tree_flatten
 from moe_autograd.autograd.leaves import PLAIN_VALUES
 from moe_autograd.autograd.reaching import at_once, has_history
 
-HOLDS_NOTHING = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type,
-    types.ModuleType,
-    types.BuiltinFunctionType,
-)
+HOLDS_NOTHING: tuple[type, ...] = (*PLAIN_VALUES, type, types.ModuleType, types.BuiltinFunctionType)
 # What may lead to a whole program.
 _NOT_LOOKED_INTO = (
     *HOLDS_NOTHING,

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from moe_autograd.autograd.reaching import at_once
 
-PLAIN_VALUES = frozenset([bool, int, float, complex, str, bytes, type(None)])
+PLAIN_VALUES: frozenset[type] = frozenset([bool, int, float, complex, str, bytes, type(None)])
 
 # Containers by their `id`, each with its leaves; they are kept, so that nothing else gets the `id` of one.
 LookedThrough: TypeAlias = "dict[int, tuple[object, list[object]]]"
