@@ -89,9 +89,8 @@ def only_computes(node: Node | None) -> bool:
 
 def calls_within(node: Any) -> Sequence[Any] | None:
     """Return the calls of which a node is a part; `None` if it is none of a map's."""
-    joined = getattr(
-        getattr(node, "part", node), "joined", None
-    )  # `part`: an arrival, or what leads on from it
+    part = getattr(node, "part", node)  # of an arrival, or what leads on from it
+    joined = getattr(part, "joined", None)
     return joined.calls if isinstance(joined, Joined) else None
 
 

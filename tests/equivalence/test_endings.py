@@ -185,7 +185,7 @@ def test_ten_thousand_failing_maps_leave_no_thread_file_or_memory(where: str) ->
         counts = threading.active_count(), me.num_threads(), me.num_fds(), sys.getallocatedblocks()
         return *counts, me.memory_info().rss
     gc.disable()
-    fail_often(500)
+    fail_often(2000)
     before = left()
     fail_often(10_000)
     after = left()
