@@ -7,6 +7,7 @@ one message each or carry weights.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
@@ -80,6 +81,7 @@ class Service:
             name: numbers.setdefault(layout_of_expert(queue.hosted).SerializeToString(), len(numbers))
             for name, queue in registry.items()
         }
+        self._started_at = time.monotonic()
         # so is all the rest, or each Info of thousands of experts would hold up everybody for a fifth of a second
         self._info_reply = pb.InfoReply(
             server_version=metadata.version("moe-autograd"),
@@ -160,6 +162,7 @@ class Service:
     async def _info(self, _: pb.InfoRequest) -> pb.InfoReply:
         for info, queue in zip(self._info_reply.experts, self.registry.values(), strict=True):
             info.num_updates, info.replica = queue.hosted.num_updates, queue.hosted.replica
+        self._info_reply.up_for_s = time.monotonic() - self._started_at
         return self._info_reply
 
     def _layout(self, name: str) -> pb.StateLayout:

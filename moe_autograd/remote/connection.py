@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,7 +71,9 @@ class Connection:
         self._expectations = Expectations(self._delivery.expect)
         self.left_forwards = LeftForwards(partial(self._delivery.forget, self.numbering.client_id))
         self._updates = Updates(self._delivery, self.numbering)
-        self._trained_here: set[str] = set()  # experts of which a forward has recorded gradients
+        self._trained_here: set[str] = (
+            set()
+        )  # experts with an optimizer, or of which a forward has recorded gradients
         # Where nobody holds it any more, nobody can close it. At exit grpc ends by itself.
         self._closing = weakref.finalize(self, close_apart, self._delivery, self.left_forwards)
         self._closing.atexit = False
@@ -207,6 +209,10 @@ class Connection:
             if not args[0].is_cpu:
                 job.outcome.tensors = on_devices_of([args[0]] * call.num_outputs, job.outcome.tensors)
         return [job.outcome for job in jobs]
+
+    def will_train(self, names: Iterable[str]) -> None:
+        """Note experts that somebody is going to train: all their forwards are those of a training from now on."""
+        self._trained_here.update(names)
 
     def _is_training(self, call: Call) -> bool:
         """Whether a forward is one of a training; so is, once there was such a one, each without gradients.

@@ -84,6 +84,8 @@ class RemoteOptimizer:
         self._experts: dict[Connection, list[RemoteExpert]] = {}
         for module in modules:
             self._experts.setdefault(module.call_group, []).append(module)
+        for connection, own in self._experts.items():
+            connection.will_train(expert.name for expert in own)
         self._trained: set[RemoteExpert] = {module for module in modules if module.hosted.is_trained}
 
     def __repr__(self) -> str:

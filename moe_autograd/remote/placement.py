@@ -3,14 +3,16 @@
 A server's own word counts: what it said last it hosts, until it says otherwise. One that does not answer keeps
 its place in the list, at its end, for a while that doubles each time it fails again.
 
-An expert of a server that is lost has *moved* to those that host it now and did not host it beside that server, as far
-as both have ever answered at once; those that did are replicas, with weights and gradients of their own.
+An expert of a server that is lost has *moved* to those that host it now and did not host it beside that server. Those
+that did are replicas, with weights and gradients of their own: both have answered at once, or one that answers now was
+started before the lost one answered last.
 
 Threads: any; one lock.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -37,12 +39,12 @@ class HostedExpert:
         num_parameters: of the module.
         is_trained: whether it has an optimizer.
         update: `"on_step"`, `"on_backward"` or `"on_samples"`.
-        num_updates: how often it has been updated, on the first of the servers.
+        num_updates: how often it has been updated, on the server that says all this.
         optimizer: the optimizer's class; empty for none.
         inputs: what its inputs have to be, as far as the server says so.
         wants_hints: whether it comes and goes on its server, and is there sooner if that knows in time.
         may_draw: random numbers, in its forwards.
-        layout: of its state, on the first of the servers.
+        layout: of its state, on that server.
     """
 
     name: str
@@ -94,6 +96,8 @@ class Placement:
         self._most_answered = 0  # at once, ever
         # by address and expert: its replicas, itself included
         self._beside: dict[str, dict[str, frozenset[str]]] = {}
+        self._up_since: dict[str, float] = {}  # by address, of those that say so
+        self._heard_at: dict[str, float] = {}  # by address: when it answered last
         self._rests: dict[str, tuple[float, float]] = {}  # address: (until when, for how long)
         self._favourites: dict[str, str] = {}  # expert: the replica that was chosen
         self._found: dict[str, tuple[str, ...]] = {}  # by expert, since servers were asked last
@@ -109,12 +113,15 @@ class Placement:
             replies: of those that have just answered.
         """
         with self._lock:
+            now = time.monotonic()
             self._addresses = tuple(known)
             self._replies = {address: self._replies.get(address, {}) for address in self._addresses}
             for address, reply in replies.items():
                 self._replies[address] = {info.name: info for info in reply.experts}
                 self._layouts[address] = reply.layouts
                 self._marks[address] = mark_of(reply.server_id)
+                self._heard_at[address] = now
+                self._up_since[address] = now - reply.up_for_s if reply.up_for_s else math.inf
             self._answered = frozenset(replies)
             self._most_answered = max(self._most_answered, len(replies))
             self._strangers -= self._answered
@@ -124,12 +131,14 @@ class Placement:
     def forget_all_but(self, addresses: Collection[str]) -> None:
         """Forget servers that are known no more, but for which replicas they had: what is there has not moved."""
         with self._lock:
-            for known in (self._layouts, self._marks, self._rests):
+            for known in (self._layouts, self._marks, self._rests, self._up_since):
                 for address in known.keys() - {*addresses}:
                     known.pop(address, None)
             for address, beside_of in [*self._beside.items()]:
                 if address not in addresses and all(beside <= {address} for beside in beside_of.values()):
                     self._beside.pop(address, None)
+            for address in self._heard_at.keys() - {*addresses} - self._beside.keys():
+                self._heard_at.pop(address, None)
             self._strangers &= {*addresses}
 
     def _note_replicas(self) -> None:
@@ -143,6 +152,12 @@ class Placement:
             for name in {*beside, *self._replies[address]}:
                 now = hosts[name] if self._hosts(address, name) else frozenset()
                 beside[name] = now | {other for other in beside.get(name, ()) if self._hosts(other, name)}
+        for lost in self._beside.keys() - self._answered:
+            heard_at = self._heard_at[lost]
+            met = {address for address in self._answered if self._up_since[address] < heard_at}
+            for name, replicas in self._beside[lost].items():
+                if replicas:  # it hosted the expert when it answered last
+                    self._beside[lost][name] = replicas | (hosts.get(name, frozenset()) & met)
 
     def _hosts(self, address: str, name: str) -> bool:
         return name in self._replies.get(address, ())
@@ -157,7 +172,8 @@ class Placement:
                 self._rests[address] = (now + rest_s, rest_s)
 
     def note_success(self, address: str) -> None:
-        """Forget that a server has failed."""
+        """Note that a server has answered, and forget that it has failed."""
+        self._heard_at[address] = time.monotonic()
         if address in self._rests:
             with self._lock:
                 self._rests.pop(address, None)
@@ -272,16 +288,24 @@ class Placement:
     def experts(self, *, as_of_now: bool = False) -> dict[str, HostedExpert]:
         """Return all experts by name.
 
+        What is said of one that is trained somewhere is what its home said last, though that is away: to this client
+        the weights there are the expert.
+
         Args:
-            as_of_now: without those none of whose servers answered when all were asked last.
+            as_of_now: without those none of whose servers answered when all were asked last; said by those that did.
         """
         with self._lock:
             places: dict[str, list[tuple[str, pb.ExpertInfo]]] = {}
             for name in dict.fromkeys(name for infos in self._replies.values() for name in infos):
                 places[name] = [(host, self._replies[host][name]) for host in self._ordered_hosts(name)]
             layouts, answered = dict(self._layouts), self._answered
+            homes = {
+                name: self.home_of(name)
+                for name, found in places.items()
+                if not as_of_now and any(info.is_trained for _, info in found)
+            }
         return {
-            name: _hosted(name, found, layouts, answered)
+            name: _hosted(name, found, layouts, answered, homes.get(name, ""))
             for name, found in places.items()
             if not as_of_now or any(address in answered for address, _ in found)
         }
@@ -297,9 +321,10 @@ def _hosted(
     places: Sequence[tuple[str, pb.ExpertInfo]],
     layouts_at: Mapping[str, Sequence[pb.StateLayout]],
     answered: Collection[str],
+    home: str,
 ) -> HostedExpert:
     places = sorted(places, key=lambda place: place[0] not in answered)
-    address, info = places[0]
+    address, info = next((place for place in places if place[0] == home), places[0])
     layouts = layouts_at[address]
     if info.update not in pb.UpdateMode.values():
         raise RemoteError(

@@ -273,20 +273,22 @@ class InfoRequest(_message.Message):
     def __init__(self, checksum: _Optional[int] = ...) -> None: ...
 
 class InfoReply(_message.Message):
-    __slots__ = ("server_version", "server_id", "experts", "limits", "layouts", "checksum")
+    __slots__ = ("server_version", "server_id", "experts", "limits", "layouts", "up_for_s", "checksum")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
+    UP_FOR_S_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     server_id: str
     experts: _containers.RepeatedCompositeFieldContainer[ExpertInfo]
     limits: ServerLimits
     layouts: _containers.RepeatedCompositeFieldContainer[StateLayout]
+    up_for_s: float
     checksum: int
-    def __init__(self, server_version: _Optional[str] = ..., server_id: _Optional[str] = ..., experts: _Optional[_Iterable[_Union[ExpertInfo, _Mapping]]] = ..., limits: _Optional[_Union[ServerLimits, _Mapping]] = ..., layouts: _Optional[_Iterable[_Union[StateLayout, _Mapping]]] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, server_version: _Optional[str] = ..., server_id: _Optional[str] = ..., experts: _Optional[_Iterable[_Union[ExpertInfo, _Mapping]]] = ..., limits: _Optional[_Union[ServerLimits, _Mapping]] = ..., layouts: _Optional[_Iterable[_Union[StateLayout, _Mapping]]] = ..., up_for_s: _Optional[float] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class ExpertInfo(_message.Message):
     __slots__ = ("name", "kind", "inputs", "outputs", "num_parameters", "is_trained", "update", "num_updates", "optimizer", "wants_hints", "layout", "replica", "may_draw")

@@ -5,14 +5,12 @@ Nothing here would return if a lost server were waited for: patience and deadlin
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from experts_server import ExpertsServer
 from moe_autograd.errors import ServerUnavailableError, TooFewExpertsError
@@ -208,129 +206,6 @@ class TestWithoutALayer:
         hosted.lose("silent")
         with connect(hosted.addresses, timeout_s=ENDLESS_S, allow_missing=True) as experts:
             assert list(experts) == ["ffn.0"]
-
-
-class Trained:
-    """`ffn.0`, trained, on two servers with weights of their own, each behind a proxy; a client trains one of them."""
-
-    def __init__(self) -> None:
-        self.modules = [nn.Linear(D_MODEL, D_MODEL).double() for _ in range(2)]
-        self.servers = [ExpertsServer({"ffn.0": module}, optimizer=sgd).start() for module in self.modules]
-        self.proxies = [Proxy(server.address) for server in self.servers]
-        self.which = 0
-
-    def connect(self, patience_s: float = ENDLESS_S) -> RemoteExperts:
-        addresses = [proxy.address for proxy in self.proxies]
-        experts = connect(addresses, timeout_s=ENDLESS_S, retry=RetryPolicy(patience_s=patience_s))
-        self.which = addresses.index(experts["ffn.0"].hosted.addresses[0])
-        return experts
-
-    def lose(self) -> None:
-        """Let the server of the replica that is trained say nothing."""
-        self.proxies[self.which].is_black_hole = True
-
-    def give_back(self) -> None:
-        self.proxies[self.which].is_black_hole = False
-        self.proxies[self.which].cut()
-
-    def check_is_of_the_other(self, y: Tensor, x: Tensor) -> None:
-        torch.testing.assert_close(y, self.modules[1 - self.which](x))
-
-
-@pytest.fixture
-def trained() -> Iterator[Trained]:
-    trained = Trained()
-    with trained.proxies[0], trained.proxies[1]:
-        yield trained
-        for server in trained.servers:
-            server.stop()
-
-
-class TestReplicasThatAreTrained:
-    """They are different experts: what trains one of them does not go over to the other."""
-
-    def test_weights_are_of_the_one_that_is_trained_though_the_other_answered_meanwhile(self, trained):
-        with trained.connect() as experts:
-            trained.lose()
-            with torch.no_grad():
-                trained.check_is_of_the_other(experts["ffn.0"](tokens()), tokens())
-            trained.give_back()
-            assert torch.equal(experts["ffn.0"].state_dict()["weight"], trained.modules[trained.which].weight)
-
-    def test_weights_of_replicas_that_nobody_trains_are_of_whichever_answers(self):
-        module = nn.Linear(D_MODEL, D_MODEL)
-        with ExpertsServer({"ffn.0": module}) as one, ExpertsServer({"ffn.0": module}) as other:
-            first, second = Proxy(one.address), Proxy(other.address)
-            with first, second, connect([first.address, second.address], timeout_s=ENDLESS_S) as experts:
-                chosen = experts["ffn.0"].hosted.addresses[0]
-                (first if chosen == first.address else second).is_black_hole = True
-                with torch.no_grad():
-                    experts["ffn.0"](torch.randn(2, D_MODEL))
-                assert torch.equal(experts["ffn.0"].state_dict()["weight"], module.weight)
-
-    def test_a_training_goes_on_at_its_own_as_soon_as_that_answers(self, trained):
-        with trained.connect() as experts:
-            optimizer = RemoteOptimizer(experts)
-            twin = copy.deepcopy(trained.modules[trained.which])
-            local = sgd(twin.parameters())
-            trained.lose()
-            with torch.no_grad():
-                trained.check_is_of_the_other(experts["ffn.0"](tokens()), tokens())
-            trained.give_back()
-            for _ in range(2):
-                y, expected = experts["ffn.0"](tokens()), twin(tokens())
-                torch.testing.assert_close(y, expected)
-                for loss, own in ((y.square().sum(), optimizer), (expected.square().sum(), local)):
-                    own.zero_grad()
-                    loss.backward()
-                    own.step()
-            torch.testing.assert_close(trained.modules[trained.which].weight, twin.weight)
-            assert trained.servers[1 - trained.which].num_updates == {"ffn.0": 0}
-
-    @pytest.mark.parametrize("is_frozen", [False, True], ids=["", "frozen, with inputs that are trained"])
-    def test_a_forward_that_records_gradients_raises_where_its_own_does_not_come_back(
-        self, trained, is_frozen
-    ):
-        with trained.connect(patience_s=0.2) as experts:
-            experts["ffn.0"].requires_grad_(not is_frozen)
-            trained.lose()
-            for _ in range(2):
-                with pytest.raises(ServerUnavailableError, match=trained.proxies[trained.which].address):
-                    experts["ffn.0"](tokens())
-
-    def test_once_one_has_recorded_gradients_those_that_record_none_stay_with_it(self, trained):
-        """A checkpoint may make such a one first, and then its gradients, which would be those of another expert."""
-        with trained.connect(patience_s=0.2) as experts:
-            experts["ffn.0"](tokens())
-            trained.lose()
-            with torch.no_grad(), pytest.raises(ServerUnavailableError):
-                experts["ffn.0"](tokens())
-            trained.give_back()
-            found = []
-            for expert in (experts["ffn.0"], trained.modules[trained.which]):
-                x = tokens()
-                y = checkpoint(expert, x, use_reentrant=True)
-                y.square().sum().backward()
-                found.append((y, x.grad))
-            torch.testing.assert_close(*found)
-
-    def test_one_that_records_none_goes_to_the_other(self, trained):
-        with trained.connect() as experts:
-            trained.lose()
-            experts["ffn.0"].requires_grad_(False)
-            for _ in range(2):
-                trained.check_is_of_the_other(experts["ffn.0"](tokens().detach()), tokens())
-
-    def test_a_layer_that_may_drop_it_goes_on_without_it(self, trained):
-        with trained.connect() as experts:
-            local = nn.Linear(D_MODEL, D_MODEL).double()
-            router = TopKRouter(D_MODEL, 2, top_k=2).double()
-            layer = MixtureOfExperts(router, [local, experts["ffn.0"]], on_failure="drop")
-            trained.lose()
-            y, routing = layer(x := tokens(), return_routing=True)
-            both = [local, trained.modules[trained.which]]
-            torch.testing.assert_close(y, combine_survivors(x, router(x), both, lost_in_forward={1}))
-            assert [failure.phase for failure in routing.failures] == ["forward"]
 
 
 def in_thread(call: Callable[[], object]) -> Callable[[], object]:

@@ -16,8 +16,11 @@ from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import mark_of
 
 
-def reply(*names: str, replica: int = 0) -> pb.InfoReply:
-    return pb.InfoReply(experts=[pb.ExpertInfo(name=name, kind="Linear", replica=replica) for name in names])
+def reply(*names: str, replica: int = 0, is_trained: bool = False, up_for_s: float = 0.0) -> pb.InfoReply:
+    experts = [
+        pb.ExpertInfo(name=name, kind="Linear", replica=replica, is_trained=is_trained) for name in names
+    ]
+    return pb.InfoReply(experts=experts, up_for_s=up_for_s)
 
 
 class TestPlacement:
@@ -126,6 +129,37 @@ class TestPlacement:
         assert (placement.moved_to("ffn.0", "a"), placement.now_at("ffn.0", "a")) == ((), ("b",))
         placement.note_replies("abc", {"b": reply("ffn.0"), "c": reply("ffn.0")})
         assert placement.moved_to("ffn.0", "a") == ("c",)
+
+    @pytest.mark.parametrize(("up_for_s", "has_moved"), [(5.0, False), (3.0, True), (0.0, True)])
+    def test_one_that_was_up_when_the_lost_server_answered_last_is_a_replica(
+        self, monkeypatch, up_for_s, has_moved
+    ):
+        now = [100.0]
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        placement = self.make(a=("ffn.0", "ffn.1"), b=())
+        now[0] += 10.0
+        placement.note_success("a")
+        now[0] += 4.0
+        placement.note_failure("a")
+        for _ in range(2):
+            placement.note_replies("ab", {"b": reply("ffn.0", up_for_s=up_for_s)})
+            assert placement.moved_to("ffn.0", "a") == (("b",) if has_moved else ())
+            assert placement.home_of("ffn.0") == ("b" if has_moved else "a")
+            now[0], up_for_s = now[0] + 1.0, up_for_s and up_for_s + 1.0
+        placement.note_replies("abc", {"c": reply("ffn.0", "ffn.1", up_for_s=1.0)})
+        assert (placement.moved_to("ffn.0", "a"), placement.moved_to("ffn.1", "a")) == (("c",), ("c",))
+
+    @pytest.mark.parametrize("is_trained", [True, False])
+    def test_of_a_trained_expert_counts_what_its_home_says_though_that_is_away(self, is_trained):
+        placement = Placement(seed=0)
+        replies = {"a": reply("ffn.0", is_trained=is_trained), "b": reply("ffn.0", is_trained=not is_trained)}
+        placement.note_replies("ab", replies)
+        assert placement.home_of("ffn.0") == "a"
+        placement.note_failure("a")
+        placement.note_replies("ab", {"b": replies["b"]})
+        hosted = placement.experts()["ffn.0"]
+        assert (hosted.is_trained, hosted.addresses) == (is_trained, ("b", "a"))
+        assert placement.experts(as_of_now=True)["ffn.0"].is_trained is not is_trained
 
     def test_where_it_has_moved_may_be_asked_while_another_thread_is_told_that_it_is_there_no_longer(self):
         placement = self.make(a=("ffn.0",), b=("ffn.0",))
