@@ -3,7 +3,7 @@
 All experts of one connection share it as their call group, so a map over them is one pass: one stream for each
 server, all servers at the same time. How calls get there, and what is tried again, is `delivery`'s.
 
-Mutable state: `_trained_here`, to which names are only added. All else is guarded in `finding`, `updates` and the like.
+Mutable state: none of its own; it is guarded in `finding`, `updates` and the like.
 
 Threads: any number of operations at once.
 """
@@ -71,9 +71,6 @@ class Connection:
         self._expectations = Expectations(self._delivery.expect)
         self.left_forwards = LeftForwards(partial(self._delivery.forget, self.numbering.client_id))
         self._updates = Updates(self._delivery, self.numbering)
-        self._trained_here: set[str] = (
-            set()
-        )  # experts with an optimizer, or of which a forward has recorded gradients
         # Where nobody holds it any more, nobody can close it. At exit grpc ends by itself.
         self._closing = weakref.finalize(self, close_apart, self._delivery, self.left_forwards)
         self._closing.atexit = False
@@ -212,7 +209,7 @@ class Connection:
 
     def will_train(self, names: Iterable[str]) -> None:
         """Note experts that somebody is going to train: all their forwards are those of a training from now on."""
-        self._trained_here.update(names)
+        self._finding.trained.update(names)
 
     def _is_training(self, call: Call) -> bool:
         """Whether a forward is one of a training; so is, once there was such a one, each without gradients.
@@ -222,8 +219,8 @@ class Connection:
         if not self.hosted[call.expert].is_trained:
             return False
         if call.keep_graph:
-            self._trained_here.add(call.expert)
-        return call.expert in self._trained_here
+            self._finding.trained.add(call.expert)
+        return call.expert in self._finding.trained
 
     def _deliver_forwards(
         self, calls: Sequence[Call], inputs: Sequence[Sequence[Tensor]], failures: Failures | None

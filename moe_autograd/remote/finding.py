@@ -49,12 +49,14 @@ class Finding:
 
     Attributes:
         hosted: what servers said of each expert when they were asked last; replaced as a whole.
+        trained: experts that this client trains; names are only added.
     """
 
     def __init__(self, servers: Servers, seed: int) -> None:
         self.servers = servers
         self.placement = Placement(seed)
         self.hosted: Mapping[str, HostedExpert] = {}
+        self.trained: set[str] = set()
         self._first_told: Mapping[str, HostedExpert] = {}
         self._looked_at = -math.inf
         self._noting = threading.Lock()
@@ -143,7 +145,9 @@ class Finding:
         def info(address: str, _: None) -> pb.InfoReply:
             patience_s = self.servers.patience_s(address, may_miss=may_miss)
             part = operation.part(min(timeout_s, patience_s))
-            return _ask_patiently(self.servers.channel(address), part)
+            reply = _ask_patiently(self.servers.channel(address), part)
+            self.placement.note_up(address, reply.up_for_s)
+            return reply
 
         asked = dict.fromkeys(self.servers.addresses)
         replies: dict[str, pb.InfoReply] = {}
@@ -163,8 +167,12 @@ class Finding:
 
     def _note_replies(self, replies: Mapping[str, pb.InfoReply]) -> None:
         with self._noting:  # else what was told before could take the place of what is told now
-            told = {info.name for reply in replies.values() for info in reply.experts}
+            told: dict[str, list[str]] = {}
+            for address, reply in replies.items():
+                for info in reply.experts:
+                    told.setdefault(info.name, []).append(address)
             needed = {a for name, expert in self.hosted.items() if name not in told for a in expert.addresses}
+            needed |= {self.placement.missed_home_of(name, told.get(name, ())) for name in [*self.trained]}
             counted = self.servers.settle(replies, needed)
             known = [
                 address for address in self.servers.addresses if address in counted or address not in replies

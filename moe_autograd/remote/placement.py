@@ -113,15 +113,12 @@ class Placement:
             replies: of those that have just answered.
         """
         with self._lock:
-            now = time.monotonic()
             self._addresses = tuple(known)
             self._replies = {address: self._replies.get(address, {}) for address in self._addresses}
             for address, reply in replies.items():
                 self._replies[address] = {info.name: info for info in reply.experts}
                 self._layouts[address] = reply.layouts
                 self._marks[address] = mark_of(reply.server_id)
-                self._heard_at[address] = now
-                self._up_since[address] = now - reply.up_for_s if reply.up_for_s else math.inf
             self._answered = frozenset(replies)
             self._most_answered = max(self._most_answered, len(replies))
             self._strangers -= self._answered
@@ -153,11 +150,13 @@ class Placement:
                 now = hosts[name] if self._hosts(address, name) else frozenset()
                 beside[name] = now | {other for other in beside.get(name, ()) if self._hosts(other, name)}
         for lost in self._beside.keys() - self._answered:
-            heard_at = self._heard_at[lost]
-            met = {address for address in self._answered if self._up_since[address] < heard_at}
+            met = {address for address in self._answered if self._was_beside(lost, address)}
             for name, replicas in self._beside[lost].items():
                 if replicas:  # it hosted the expert when it answered last
                     self._beside[lost][name] = replicas | (hosts.get(name, frozenset()) & met)
+
+    def _was_beside(self, lost: str, other: str) -> bool:
+        return self._up_since.get(other, math.inf) < self._heard_at.get(lost, -math.inf)
 
     def _hosts(self, address: str, name: str) -> bool:
         return name in self._replies.get(address, ())
@@ -173,10 +172,15 @@ class Placement:
 
     def note_success(self, address: str) -> None:
         """Note that a server has answered, and forget that it has failed."""
-        self._heard_at[address] = time.monotonic()
-        if address in self._rests:
-            with self._lock:
-                self._rests.pop(address, None)
+        with self._lock:
+            self._heard_at[address] = time.monotonic()
+            self._rests.pop(address, None)
+
+    def note_up(self, address: str, for_s: float) -> None:
+        """Note that a server says just now for how long it has been up; 0: it does not say."""
+        with self._lock:
+            now = self._heard_at[address] = time.monotonic()
+            self._up_since[address] = now - for_s if for_s else math.inf
 
     def note_answer(self, address: str, mark: int) -> None:
         """Note which server has answered a call; 0: it does not say."""
@@ -221,9 +225,11 @@ class Placement:
         hosts = [address for address in self._addresses if self._hosts(address, name)]
         if not hosts:
             return ()
-        favourite = self._favourites.get(name)
-        if favourite not in hosts:
-            favourite = self._favourites[name] = hosts[self._seed % len(hosts)]
+        favourite = self._favourites.get(name, "")
+        if favourite not in hosts:  # to where it has moved, if there is such a place
+            replicas = self._beside.get(favourite, {}).get(name, frozenset())
+            choice = [address for address in hosts if address not in replicas] or hosts
+            favourite = self._favourites[name] = choice[self._seed % len(choice)]
         if len(hosts) == 1:
             return (favourite,)
         now = time.monotonic()
@@ -249,6 +255,14 @@ class Placement:
             chosen = self._favourites[name]
             moved_to = self.moved_to(name, chosen) if self.is_lost(chosen) else ()
             return moved_to[0] if moved_to else chosen
+
+    def missed_home_of(self, name: str, hosts: Collection[str]) -> str:
+        """Return the home of an expert that is none of these servers, which host it now; empty: it is, or has moved."""
+        home = self.home_of(name)
+        with self._lock:
+            replicas = self._beside.get(home, {}).get(name, frozenset())  # itself included
+            has_moved = any(host not in replicas and not self._was_beside(home, host) for host in hosts)
+        return "" if has_moved or home in hosts else home
 
     def replica_of(self, name: str, address: str) -> int:
         """Return which of several replicas is, or was, at an address; 0: there is one only, or nobody can tell.

@@ -6,7 +6,8 @@ Rules:
 2. An address with a name stands for the servers at all addresses that the name resolves to. It is resolved anew
    whenever servers are looked for, so that one that returns elsewhere, or is added, is found.
 3. What a name no longer resolves to stays as long as it answers: some name servers tell a part at a time; and as long
-   as nobody else has its experts: they may be at an address that says nothing yet, and are waited for.
+   as nobody else has its experts, or only replicas of those that this client trains: they may be at an address that
+   says nothing yet, and are waited for.
 4. A server tells its identity, new at every start. Two addresses with one identity are one server, and the first
    of them counts: a machine with two networks is not two replicas.
 5. A server is called by a name that stands for it now: those of two names may have changed places, and each has a
@@ -134,7 +135,7 @@ class Servers:
 
         Args:
             replies: of the servers that answered when all were asked.
-            needed: addresses that had experts which none of them has.
+            needed: addresses that had experts which none of them has; see rule 3.
         """
         for name in self._names:
             keeps = {*self._resolved.get(name, ()), *replies, *needed}

@@ -16,11 +16,11 @@ from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import mark_of
 
 
-def reply(*names: str, replica: int = 0, is_trained: bool = False, up_for_s: float = 0.0) -> pb.InfoReply:
+def reply(*names: str, replica: int = 0, is_trained: bool = False) -> pb.InfoReply:
     experts = [
         pb.ExpertInfo(name=name, kind="Linear", replica=replica, is_trained=is_trained) for name in names
     ]
-    return pb.InfoReply(experts=experts, up_for_s=up_for_s)
+    return pb.InfoReply(experts=experts)
 
 
 class TestPlacement:
@@ -44,6 +44,13 @@ class TestPlacement:
         assert placement.hosts_of("ffn.0") == ("b",)
         placement.note_replies("abcd", {address: reply("ffn.0") for address in "acd"})
         assert placement.hosts_of("ffn.0")[0] == "b"
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_a_client_goes_on_where_the_expert_of_its_replica_has_moved_though_that_is_forgotten(self, seed):
+        placement = self.make(seed, a=("ffn.0",), b=("ffn.0",))
+        (other,) = {"a", "b"} - {placement.home_of("ffn.0")}
+        placement.note_replies([other, "c"], {other: reply("ffn.0"), "c": reply("ffn.0")})
+        assert placement.home_of("ffn.0") == placement.hosts_of("ffn.0")[0] == "c"
 
     def test_a_server_that_failed_comes_last_until_it_answers(self):
         placement = self.make(a=("ffn.0",), b=("ffn.0",))
@@ -142,11 +149,14 @@ class TestPlacement:
         now[0] += 4.0
         placement.note_failure("a")
         for _ in range(2):
-            placement.note_replies("ab", {"b": reply("ffn.0", up_for_s=up_for_s)})
+            placement.note_up("b", up_for_s)
+            assert placement.missed_home_of("ffn.0", "b") == ("" if has_moved else "a")
+            placement.note_replies("ab", {"b": reply("ffn.0")})
             assert placement.moved_to("ffn.0", "a") == (("b",) if has_moved else ())
             assert placement.home_of("ffn.0") == ("b" if has_moved else "a")
             now[0], up_for_s = now[0] + 1.0, up_for_s and up_for_s + 1.0
-        placement.note_replies("abc", {"c": reply("ffn.0", "ffn.1", up_for_s=1.0)})
+        placement.note_up("c", 1.0)
+        placement.note_replies("abc", {"c": reply("ffn.0", "ffn.1")})
         assert (placement.moved_to("ffn.0", "a"), placement.moved_to("ffn.1", "a")) == (("c",), ("c",))
 
     @pytest.mark.parametrize("is_trained", [True, False])
