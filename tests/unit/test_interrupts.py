@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import pytest
 
 from moe_autograd._interrupts import let_through, uninterrupted, unwindable, unwinding
 from tests.support.interrupting import interrupted_everywhere
+from tests.support.subprocesses import assert_prints, run_python
 
 
 @pytest.fixture(autouse=True)
@@ -186,33 +186,39 @@ def test_a_handler_that_is_set_inside_stays(other: Any) -> None:
     assert signal.signal(signal.SIGINT, before) == other
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_that_another_thread_forks_within_a_section_hears_ctrl_c() -> None:
-    ends: list[int] = []
+    """In a process of its own, as the next: where grpc had served, a fork on a thread crashed now and then."""
+    assert_prints(
+        """
+        import os, signal, threading
+        from moe_autograd._interrupts import uninterrupted
 
-    def fork() -> None:
-        child = os.fork()
-        if not child:
-            is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            os._exit(3 if is_heard else 4)
-        ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        def fork():
+            child = os.fork()
+            if not child:
+                is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+                os._exit(3 if is_heard else 4)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
-    thread = threading.Thread(target=fork)
-    with uninterrupted():
-        thread.start()
-        thread.join()
-    assert ends == [3]
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_ctrl_c_ends_a_process_that_goes_back_to_the_default_inside() -> None:
-    child = os.fork()
-    if not child:
+        thread = threading.Thread(target=fork)
         with uninterrupted():
-            interrupt()
+            thread.start()
+            thread.join()
+        """,
+        "3",
+    )
+
+
+def test_ctrl_c_ends_a_process_that_goes_back_to_the_default_inside() -> None:
+    program = """
+        import signal
+        from moe_autograd._interrupts import uninterrupted
+
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os._exit(3)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGINT
+        """
+    assert run_python(program).returncode == -signal.SIGINT
 
 
 def test_what_was_entered_ends_where_the_exception_leaves_what_is_unwinding() -> None:
