@@ -24,7 +24,7 @@ NUM_SERVERS, EXPERTS_EACH, WIDTH, CLASSES = 3, 2, 16, 4
 NUM_EXPERTS = NUM_SERVERS * EXPERTS_EACH
 NUM_KILLS, EVERY_S = 12, 5.0  # a minute
 STEPS_AFTER = 100  # the last of them
-PAUSE_S = 0.02  # between steps: a minute of them without one takes both cores from other tests
+PAUSE_S = 0.05  # between steps: a minute of them without one takes both cores from other tests
 NOISE = 0.02
 
 CONFIG = """
