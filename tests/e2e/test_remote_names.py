@@ -361,38 +361,6 @@ class TestReturnsElsewhere:
             with move(make_modules(0), old, name_server, ServingConfig(security=security)):
                 assert torch.equal(experts["ffn.0"](torch.ones(1, 4)), expected)
 
-    def test_a_training_does_not_go_on_with_a_replica_but_where_its_own_returns(self, name_server, started):
-        """It went over without a word, once the name stood for its server no more."""
-        modules = make_modules(0)
-        (old,) = started(modules)
-        name_server.hosts, port = ["127.0.0.1"], old.address.rpartition(":")[2]
-        x = torch.ones(1, 4)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            experts["ffn.0"](x).sum().backward()
-            optimizer.step()
-
-        with connect(named(old), timeout_s=120.0, retry=RetryPolicy(patience_s=0.5)) as experts:
-            optimizer = RemoteOptimizer(experts)
-            with move(make_modules(1, 0), old, name_server) as replica:
-                name_server.hosts.append("127.0.0.1")
-                step()
-                old.stop()
-                name_server.hosts.pop()
-                for call in (step, lambda: experts["ffn.0"](x), experts.state_dict):
-                    with pytest.raises(ServerUnavailableError, match=rf"127\.0\.0\.1:{port}"):
-                        call()
-                at_replica = name_server.hosts[0]
-                with move(modules, old, name_server) as new:
-                    name_server.hosts.append(at_replica)
-                    step()
-                    assert (new.num_updates["ffn.0"], replica.num_updates["ffn.0"]) == (1, 0)
-                    torch.testing.assert_close(
-                        experts["ffn.0"].state_dict()["weight"], modules["ffn.0"].weight.data
-                    )
-                    assert {*experts.connection.addresses} == {new.address, replica.address}
-
     def test_its_weights_are_found(self, name_server, started):
         modules = make_modules(0)
         (old,) = started(modules)

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
 from moe_autograd.autograd.offload import OffloadedExperts
 from tests.support.comparison import one_after_another
-from tests.support.readable import wait
 
 NUM_CALLS = 3
 OPTIONS: list[dict[str, Any]] = [
@@ -202,30 +201,6 @@ def test_what_escaped_is_seen_by_the_calls_that_a_backward_does_come_to() -> Non
     with pytest.raises(RuntimeError, match=ESCAPED):
         torch.autograd.grad(of_first.sum() + second.kept.pow(2).sum() + z.sum(), [x, z])
     del inputs
-
-
-class SaysPart(torch.autograd.Function):
-    """Keeps something under a name that nodes of a map have as well."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.part = 3
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return ctx.part * grad
-
-
-def test_a_function_of_somebody_else_is_no_part_of_a_map() -> None:
-    def gradients(apply: Any) -> list[Tensor]:
-        weight, x = (torch.linspace(1, 2, 3).requires_grad_() for _ in range(2))
-        held = SaysPart.apply(weight)
-        outputs = apply([lambda x: (held * weight * wait(x)).sum()] * 2, [(x,), (2 * x,)])
-        sum(outputs).backward()
-        return [weight.grad, x.grad]
-
-    torch.testing.assert_close(gradients(parallel_apply), gradients(one_after_another))
 
 
 def test_a_weight_that_calls_take_and_reach_besides_is_no_fault() -> None:

@@ -15,6 +15,7 @@ from torch.autograd import Function
 from moe_autograd import parallel_apply
 from tests.support.comparison import assert_same, one_after_another
 from tests.support.functions_context import SavesInput
+from tests.support.readable import wait
 
 Apply = Callable[..., Any]
 
@@ -245,3 +246,27 @@ def test_second_derivatives_whose_first_a_new_thread_takes_are_those_of_a_loop()
             return other.submit(of_second_order, apply).result()
 
     assert_same(program(one_after_another), program(parallel_apply), "", tolerance=1e-9)
+
+
+class SaysPart(Function):
+    """Keeps something under a name that nodes of a map have as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.part = 3
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return ctx.part * grad
+
+
+def test_a_function_of_somebody_else_is_no_part_of_a_map() -> None:
+    def gradients(apply: Any) -> list[Tensor]:
+        weight, x = (torch.linspace(1, 2, 3).requires_grad_() for _ in range(2))
+        held = SaysPart.apply(weight)
+        outputs = apply([lambda x: (held * weight * wait(x)).sum()] * 2, [(x,), (2 * x,)])
+        sum(outputs).backward()
+        return [weight.grad, x.grad]
+
+    torch.testing.assert_close(gradients(parallel_apply), gradients(one_after_another))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +16,8 @@ from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
-from tests.support.hosting import sgd
+from tests.support.hosting import make_modules, sgd
+from tests.support.naming import NameServer, move, named, serve
 from tests.support.proxy import Proxy
 from tests.support.survivors import combine_survivors
 
@@ -219,3 +221,38 @@ def test_a_layer_that_may_drop_it_goes_on_without_it(trained):
         both = [local, trained.modules[trained.which]]
         torch.testing.assert_close(y, combine_survivors(x, router(x), both, lost_in_forward={1}))
         assert [failure.phase for failure in routing.failures] == ["forward"]
+
+
+def test_a_training_does_not_go_on_with_a_replica_but_where_its_own_returns(monkeypatch):
+    """It went over without a word, once the name stood for its server no more."""
+    modules = make_modules(0)
+    name_server = NameServer()
+    monkeypatch.setattr(socket, "getaddrinfo", name_server.getaddrinfo)
+    old = serve(modules, "127.0.0.1:0")
+    name_server.hosts, port = ["127.0.0.1"], old.address.rpartition(":")[2]
+    x = torch.ones(1, 4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        experts["ffn.0"](x).sum().backward()
+        optimizer.step()
+
+    with connect(named(old), timeout_s=120.0, retry=SOON) as experts:
+        optimizer = RemoteOptimizer(experts)
+        with move(make_modules(1, 0), old, name_server) as replica:
+            name_server.hosts.append("127.0.0.1")
+            step()
+            old.stop()
+            name_server.hosts.pop()
+            for call in (step, lambda: experts["ffn.0"](x), experts.state_dict):
+                with pytest.raises(ServerUnavailableError, match=rf"127\.0\.0\.1:{port}"):
+                    call()
+            at_replica = name_server.hosts[0]
+            with move(modules, old, name_server) as new:
+                name_server.hosts.append(at_replica)
+                step()
+                assert (new.num_updates["ffn.0"], replica.num_updates["ffn.0"]) == (1, 0)
+                torch.testing.assert_close(
+                    experts["ffn.0"].state_dict()["weight"], modules["ffn.0"].weight.data
+                )
+                assert {*experts.connection.addresses} == {new.address, replica.address}
