@@ -41,6 +41,7 @@ import time
 import weakref
 from typing import Any
 
+from moe_autograd._interrupts import uninterrupted
 from moe_autograd._waiting import get
 from moe_autograd.errors import DeadlineExceededError, RemoteError, ServerUnavailableError, StragglerError
 from moe_autograd.remote.operations import Operation
@@ -103,10 +104,11 @@ class Passage:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._has_thread and self._call.add_callback(self._end):
-            self.thread = None
-        else:
-            self._end()
+        with uninterrupted():  # else grpc's lock of this call would stay locked, and its channel wait for that
+            if self._has_thread and self._call.add_callback(self._end):
+                self.thread = None
+            else:
+                self._end()
 
     def _end(self) -> None:
         self._gate.let_out(self)
@@ -228,8 +230,9 @@ class Gate:
         """Prepare a fork."""
         until_s = time.monotonic() + _PATIENCE_S
         self._forking.append(threading.get_ident())
-        for passage in _alive(self._under_way):
-            passage.interrupt()
+        with uninterrupted():  # as in `Passage.__exit__`
+            for passage in _alive(self._under_way):
+                passage.interrupt()
         while self._is_to_wait() and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
         time.sleep(max(0.0, self._ended_s + _SETTLE_S - time.monotonic()))
