@@ -9,6 +9,7 @@ there are more with each call. Embeddings, attention and recurrent layers do oth
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -58,6 +59,7 @@ ONLY_COMPUTE: Mapping[type[nn.Module], int] = {
 _PASS_ON = frozenset([*DROPOUTS, *(GROWING.keys() - TRANSPOSED), nn.Flatten, nn.Identity, nn.Unflatten])
 _HOLD_OTHERS = frozenset([nn.ModuleList, nn.Sequential, *COMPOSED])
 _GROW = frozenset([*GROWING, *_HOLD_OTHERS])  # or others in them
+_TO_LOOK_AT = frozenset([*DROPOUTS, *SPATIAL, *GROWING, *COMPOSED])
 
 
 class Size(NamedTuple):
@@ -146,69 +148,26 @@ def work_of(
 
     Of a function or a method `callee` says what it calls.
 
-    Written out, hooks too: it is asked before each call, of all its parts, and is most of what a map in turn costs.
-    Each class is looked at once for all calls: `readings` keeps what was found, and `kinds` those of torch's that the
-    caller is to look at.
+    What every part is asked is written out, hooks too: it is asked before each call, of all its parts, and is most of
+    what a map in turn costs. Each class is looked at once for all calls: `readings` keeps what was found, and `kinds`
+    those of torch's that the caller is to look at.
     """
-    num_parameters = num_elsewhere = num_in_buffers = num_read = 0
-    num_times, most_parts, growth = 1, MOST_PARTS, 1
-    is_again = callee is not None  # whether some part may be called more than once
-    draws = is_spatial = is_composed = reshapes = takes_single_parts = False
-    is_read = True
+    if callee is None:
+        tally, parts = _Tally(), [module]
+    else:
+        tally, parts = _Tally.of(callee), [*callee.parts]
+    most_parts = MOST_PARTS
     in_place: list[Any] = []
-    parts: list[Any] = [module]
-    if callee is not None:
-        parts[:], num_read, num_times = callee.parts, callee.num_read, callee.num_times
-        draws, reshapes, takes_single_parts = callee.draws, callee.reshapes, True
     for part in parts:  # which grows
         kind = type(part)
         count = ONLY_COMPUTE.get(kind)
         if count is None:
-            says_so = kind.__dict__.get("only_computes")
-            if says_so is None:
-                if kind not in readings:
-                    readings[kind] = reading_of(kind)
-                reading = readings[kind]
-                if reading is None or not reading.fits(part):
-                    return None
-                draws, reshapes = draws or reading.draws, reshapes or reading.reshapes
-                num_read += 1
-                takes_single_parts = takes_single_parts or bool(reading.looped or reading.listed)
-                is_again = is_again or bool(reading.looped or reading.listed or reading.has_loops)
-                for name in reading.again:
-                    again = type(part._modules.get(name))
-                    is_again = is_again or again not in ONLY_COMPUTE or again in _GROW
-                if reading.has_loops:
-                    num_rounds, num_uses = reading.rounds(part)
-                    num_read += num_rounds
-                    num_times *= max(1, num_uses)
-                for buffer in [*part._buffers.values()]:  # at once, as other threads may add some
-                    if not _is_plain_buffer(buffer):
-                        return None
-                    num_in_buffers += 0 if buffer is None else buffer.numel()
-            elif type(says_so) is not FunctionType or not isinstance(part, nn.Module) or not says_so(part):
+            if not tally.takes(part, readings):
                 return None
-            else:
-                takes_single_parts, is_again, is_read = True, True, False  # for all that is known
         else:
             kinds.add(kind)
-            if kind in DROPOUTS:
-                draws = draws or part.training
-            elif kind in SPATIAL:
-                if not makes_no_more_positions(part) or not all(
-                    map(_is_plain_buffer, [*part._buffers.values()])
-                ):
-                    return None
-                is_spatial = True
-            elif kind in GROWING:
-                is_spatial, growth = True, min(MOST, growth * growth_of(part))
-                if not growth:
-                    return None
-            elif kind in COMPOSED:
-                count, is_composed = num_parameters_of(part), True
-                if count < 0:
-                    return None
-                draws = draws or draws_itself(part)
+            if kind in _TO_LOOK_AT and (count := tally.count_of(part, count)) < 0:
+                return None
         own = part.__dict__
         if "forward" in own or "_call_impl" in own or "_modules" not in own:
             return None
@@ -224,15 +183,15 @@ def work_of(
         if parameters:
             if type(parameters) not in PLAIN_DICTS:
                 return None
-            if count is None:
-                num_elsewhere -= num_parameters
+            num_elements = 0
             for parameter in [*parameters.values()]:
                 if type(parameter) is nn.Parameter:
-                    num_parameters += parameter.numel()
+                    num_elements += parameter.numel()
                 elif parameter is not None:
                     return None
+            tally.num_parameters += num_elements
             if count is None:
-                num_elsewhere += num_parameters
+                tally.num_elsewhere += num_elements
         if children := own["_modules"]:
             if type(children) not in PLAIN_DICTS:
                 return None
@@ -241,33 +200,134 @@ def work_of(
                 most_parts = 2 * len({*map(id, parts)})
                 if len(parts) > most_parts:
                     return None
-    if in_place and (takes_single_parts or not _changes_its_own(parts, in_place)):
+    if in_place and (tally.takes_single_parts or not _changes_its_own(parts, in_place)):
         return None
-    if growth > 1 and is_again:
-        return None
-    multiplied, width = 0, size.width
-    if is_composed:
-        if is_spatial or not size.is_here or (rows := rows_among(parts, size)) is None:
+    return tally.work(parts, size)
+
+
+@dataclasses.dataclass(slots=True)
+class _Tally:
+    """What the parts of a call come to.
+
+    Attributes:
+        num_parameters: numbers in weights; `num_elsewhere` of them are in classes that are not torch's own, which may
+            multiply by them or not.
+        num_in_buffers: numbers in buffers of what is read.
+        num_read: operations in what is read; all of it is run `num_times` at most.
+        growth: how many times as many positions come out as went in.
+        is_again: whether some part may be called more than once.
+        takes_single_parts: whether some may be called by themselves, and not as their parent does.
+        reshapes: whether rows and columns may change places.
+        draws, is_read: those of `Work`.
+        is_spatial, is_composed: whether some part is one of `SPATIAL` or `GROWING`, of `COMPOSED`.
+    """
+
+    num_parameters: int = 0
+    num_elsewhere: int = 0
+    num_in_buffers: int = 0
+    num_read: int = 0
+    num_times: int = 1
+    growth: int = 1
+    is_again: bool = False
+    takes_single_parts: bool = False
+    reshapes: bool = False
+    draws: bool = False
+    is_read: bool = True
+    is_spatial: bool = False
+    is_composed: bool = False
+
+    @classmethod
+    def of(cls, callee: Callee) -> _Tally:
+        """Return that of a function or method, without its parts."""
+        return cls(
+            num_read=callee.num_read,
+            num_times=callee.num_times,
+            is_again=True,
+            takes_single_parts=True,
+            reshapes=callee.reshapes,
+            draws=callee.draws,
+        )
+
+    def takes(self, part: Any, readings: dict[type, Reading | None]) -> bool:
+        """Add a part of a class that is not torch's own; return whether it only computes."""
+        kind = type(part)
+        says_so = kind.__dict__.get("only_computes")
+        if says_so is not None:
+            self.takes_single_parts, self.is_again, self.is_read = True, True, False  # for all that is known
+            return type(says_so) is FunctionType and isinstance(part, nn.Module) and bool(says_so(part))
+        if kind not in readings:
+            readings[kind] = reading_of(kind)
+        reading = readings[kind]
+        if reading is None or not reading.fits(part):
+            return False
+        self.draws = self.draws or reading.draws
+        self.reshapes = self.reshapes or reading.reshapes
+        self.num_read += 1
+        if reading.looped or reading.listed:
+            self.takes_single_parts = self.is_again = True
+        for name in reading.again:
+            again = type(part._modules.get(name))
+            self.is_again = self.is_again or again not in ONLY_COMPUTE or again in _GROW
+        if reading.has_loops:
+            self.is_again = True
+            num_rounds, num_uses = reading.rounds(part)
+            self.num_read += num_rounds
+            self.num_times *= max(1, num_uses)
+        buffers = [*part._buffers.values()]  # at once, as other threads may add some
+        self.num_in_buffers += sum(buffer.numel() for buffer in buffers if type(buffer) is Tensor)
+        return all(map(_is_plain_buffer, buffers))
+
+    def count_of(self, part: Any, count: int) -> int:
+        """Add a part of torch's, one of `_TO_LOOK_AT`; return how many parameters it has, -1 if it may do more."""
+        kind = type(part)
+        if kind in DROPOUTS:
+            self.draws = self.draws or part.training
+        elif kind in COMPOSED:
+            count, self.is_composed = num_parameters_of(part), True
+            self.draws = self.draws or (count >= 0 and draws_itself(part))
+        elif kind in SPATIAL:
+            self.is_spatial = True
+            if not makes_no_more_positions(part) or not all(map(_is_plain_buffer, [*part._buffers.values()])):
+                return -1
+        else:
+            self.is_spatial, self.growth = True, min(MOST, self.growth * growth_of(part))
+            if not self.growth:
+                return -1
+        return count
+
+    def work(self, parts: Sequence[Any], size: Size) -> Work | None:
+        """Return the work of them all with inputs of this size; `None` if nobody knows."""
+        if self.growth > 1 and self.is_again:
             return None
-        num_parameters -= 0 if num_read else rows.num_tabled  # what is read may multiply by them, too
-        multiplied = rows.work
-        num_elsewhere = num_parameters
-        size = size._replace(num_rows=rows.num_rows, num_elements=rows.num_elements, width=rows.width)
-        width = size.width
-    if is_spatial:  # how often weights are multiplied is not told by the rows, nor how seldom
-        size = size._replace(num_rows=size.num_rows * growth, num_elements=size.num_elements * growth)
-        num_counted, multiplied = work_among(parts, size.num_elements)
-        num_parameters -= num_counted
-        num_elsewhere = num_parameters
-    least = size.fewest_rows * max(num_parameters - num_elsewhere, 0 if num_read else width)
-    most = multiplied + size.num_rows * max(num_parameters, size.width)
-    if num_read:
-        widest = max(size.num_elements, (size.width * growth) ** 2 if reshapes else 0)
-        most = size.num_rows * max(num_parameters + num_in_buffers, widest * num_read)
-        most = (multiplied + most) * num_times
-    if is_composed and torch.get_num_threads() > 1:
-        most *= SHARE
-    return Work(least, most, draws, is_read)
+        num_parameters, num_elsewhere = self.num_parameters, self.num_elsewhere
+        multiplied, width = 0, size.width
+        if self.is_composed:
+            if self.is_spatial or not size.is_here or (rows := rows_among(parts, size)) is None:
+                return None
+            num_parameters -= (
+                0 if self.num_read else rows.num_tabled
+            )  # what is read may multiply by them, too
+            multiplied = rows.work
+            num_elsewhere = num_parameters
+            size = size._replace(num_rows=rows.num_rows, num_elements=rows.num_elements, width=rows.width)
+            width = size.width
+        if self.is_spatial:  # how often weights are multiplied is not told by the rows, nor how seldom
+            size = size._replace(
+                num_rows=size.num_rows * self.growth, num_elements=size.num_elements * self.growth
+            )
+            num_counted, multiplied = work_among(parts, size.num_elements)
+            num_parameters -= num_counted
+            num_elsewhere = num_parameters
+        least = size.fewest_rows * max(num_parameters - num_elsewhere, 0 if self.num_read else width)
+        if self.num_read:
+            widest = max(size.num_elements, (size.width * self.growth) ** 2 if self.reshapes else 0)
+            most = size.num_rows * max(num_parameters + self.num_in_buffers, widest * self.num_read)
+        else:
+            most = size.num_rows * max(num_parameters, size.width)
+        most = (multiplied + most) * self.num_times
+        if self.is_composed and torch.get_num_threads() > 1:
+            most *= SHARE
+        return Work(least, most, self.draws, self.is_read)
 
 
 def _is_plain_buffer(buffer: Any) -> bool:

@@ -104,7 +104,7 @@ class Passage:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with uninterrupted():  # else grpc's lock of this call would stay locked, and its channel wait for that
+        with uninterrupted():  # else Ctrl-C may leave grpc's lock of this call locked, and its channel waits
             if self._has_thread and self._call.add_callback(self._end):
                 self.thread = None
             else:
