@@ -52,7 +52,7 @@ from moe_autograd._threads import start_soon
 from moe_autograd._waiting import wait
 from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.hooks import nested_backwards
-from moe_autograd.autograd.joined import Tensors, split, which_are_wanted
+from moe_autograd.autograd.joined import Parts, Tensors, split, which_are_wanted
 from moe_autograd.autograd.joined_modules import JoinedModules
 from moe_autograd.autograd.module_calls import ModuleCall
 from moe_autograd.autograd.runs import Map, run_calls
@@ -79,7 +79,7 @@ class DeferringModules(JoinedModules):
 
     def __init__(self, calls: Sequence[ModuleCall], the_map: Map) -> None:
         super().__init__(calls, the_map)
-        self.num_tied = [len(call.cuts) for call in calls]
+        self.tied_parts = Parts([len(call.cuts) for call in calls])
         for call in calls:
             call.may_defer = True
             call.inputs = call.inputs[: len(call.cuts)]  # `late` leads to the leaves
@@ -99,13 +99,15 @@ class DeferringModules(JoinedModules):
     def ask(self, nodes: Sequence[Node | None], reached: Sequence[int]) -> Sequence[Wanted]:
         """See `JoinedModules`; the leaves' nodes are those behind `late`."""
         if is_in_first_part():
-            return [True] * sum(self.num_inputs)
+            return [True] * self.input_parts.total
         late, of_cuts = (nodes[0], nodes[1:]) if self._has_late else (None, nodes)
-        self._note_histories(of_cuts, self.num_tied)
+        self._note_histories(of_cuts, self.tied_parts)
         of_leaves = [] if late is None else which_are_wanted([node for node, _ in late.next_functions])
-        num_leaves = [both - cuts for both, cuts in zip(self.num_inputs, self.num_tied, strict=True)]
+        num_leaves = [
+            both - cuts for both, cuts in zip(self.input_parts.counts, self.tied_parts.counts, strict=True)
+        ]
         leaves_of = reversed(split(of_leaves, num_leaves[::-1]))
-        cuts_of = split(which_are_wanted(of_cuts), self.num_tied)
+        cuts_of = self.tied_parts.of_each(which_are_wanted(of_cuts))
         return [one for cuts, leaves in zip(cuts_of, leaves_of, strict=True) for one in (*cuts, *leaves)]
 
     def hand_out(self, grads: list[Tensor | None]) -> Tensors:
@@ -114,7 +116,7 @@ class DeferringModules(JoinedModules):
             return super().hand_out(grads)
         of_cuts: list[Tensor | None] = []
         of_leaves: list[Tensors] = []
-        for own, num_cuts in zip(split(grads, self.num_inputs), self.num_tied, strict=True):
+        for own, num_cuts in zip(self.input_parts.of_each(grads), self.tied_parts.counts, strict=True):
             of_cuts += own[:num_cuts]
             of_leaves.append(own[num_cuts:])
         pending = {i: one for i, call in enumerate(self.calls) if (one := call.take_pending()) is not None}

@@ -240,7 +240,7 @@ class JoinedFunctions(Joined):
             return []
         wanted = _wanted(nodes)
         # The calls of a map are mostly alike: the first one tells whether it is worth looking at all of them.
-        is_worth_a_look = any(map(_is_added_to, nodes[: self.num_inputs[0]]))
+        is_worth_a_look = any(map(_is_added_to, nodes[: self.input_parts.counts[0]]))
         if is_worth_a_look and self.is_whole and may_add_at_once():
             return self._add_at_once(nodes, wanted)
         return wanted
@@ -261,8 +261,8 @@ class JoinedFunctions(Joined):
             return super().backward(saved_of, grad_outputs, wanted)
         for i in self.reached(grad_outputs):
             if not any(self.input_parts.of(wanted, i)):
-                start = self.result_parts.start(i)
-                grad_outputs[start : start + self.num_results[i]] = [None] * self.num_results[i]
+                start, count = self.result_parts.start(i), self.result_parts.counts[i]
+                grad_outputs[start : start + count] = [None] * count
         with ended(wanted):
             return super().backward(saved_of, grad_outputs, wanted)
 

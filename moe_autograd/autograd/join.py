@@ -58,7 +58,7 @@ from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.boxed import INTERRUPTED, Grads, UnlessCompiled, boxed
 from moe_autograd.autograd.grad_dtypes import declare
 from moe_autograd.autograd.histories import apart
-from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, has_missing, split
+from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, has_missing
 from moe_autograd.autograd.left import take_saved
 from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.result_hooks import see_within
@@ -102,7 +102,7 @@ def _device_of(joined: Joined) -> torch.device | None:
 
 def _tie(joined: Joined) -> list[Sequence[Tensor]]:
     tied = _Join.apply(joined, joined.pass_gate(), *joined.inputs())  # type: ignore[no-untyped-call]
-    return split(tied, joined.num_results)
+    return joined.result_parts.of_each(tied)
 
 
 def _name_guilty_call(joined: Joined) -> None:
@@ -226,7 +226,7 @@ class _Part:
         returned = {id(result) for call in self.joined.calls for result in call.results}
         again = [t for call in self.joined.calls for t in call.inputs if id(t) in returned]  # Rule 10
         tied = _Arrival.apply(self, token, *again)  # type: ignore[no-untyped-call]
-        return split(tied, self.joined.num_results)
+        return self.joined.result_parts.of_each(tied)
 
     def token(self) -> Tensor:
         """Return an empty tensor, wherever tensors are made by default."""
@@ -316,11 +316,11 @@ class _Arrivals:
         self._num_to_come -= 1
         self._parts.append(part)
         self._saved.update((part.places[i], own) for i, own in saved.items())
-        self._grad_outputs.update(zip(part.places, split(grad_outputs, joined.num_results), strict=True))
+        self._grad_outputs.update(zip(part.places, joined.result_parts.of_each(grad_outputs), strict=True))
         grad_outputs.clear()
         if not wanted:
-            wanted = [True] * sum(joined.num_inputs)
-        self._wanted.update(zip(part.places, split(wanted, joined.num_inputs), strict=True))
+            wanted = [True] * joined.input_parts.total
+        self._wanted.update(zip(part.places, joined.input_parts.of_each(wanted), strict=True))
 
     def let_wait(self, departure: Any, number: int) -> None:
         """Let a departure wait for those who are to come; if nobody is, let all go (Rule 7)."""
@@ -358,6 +358,6 @@ class _Arrivals:
         parts, self._parts = self._parts, []
         found = whole.backward(saved, grad_outputs, wanted)
         use_here(found)
-        grads = split(found, whole.num_inputs)
+        grads = whole.input_parts.of_each(found)
         for part in parts:
             self._grads.update((place, grads[place]) for place in part.places)

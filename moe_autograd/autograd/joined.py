@@ -97,11 +97,20 @@ class Parts:
     """
 
     def __init__(self, counts: Sequence[int]) -> None:
-        self._counts = counts
+        self.counts = counts
 
     @computed_once
     def _starts(self) -> list[int]:
-        return [*itertools.accumulate(self._counts, initial=0)]
+        return [*itertools.accumulate(self.counts, initial=0)]
+
+    @property
+    def total(self) -> int:
+        """How many elements the list has."""
+        return sum(self.counts)
+
+    def of_each(self, flat: Sequence[T]) -> list[Sequence[T]]:
+        """Return the part of each call."""
+        return split(flat, self.counts)
 
     def of(self, flat: Sequence[T], call: int) -> Sequence[T]:
         """Return the part of one call; of an empty list an empty one."""
@@ -109,14 +118,14 @@ class Parts:
 
     def of_some(self, flat: Sequence[T], calls: Sequence[int]) -> dict[int, Sequence[T]]:
         """Return the parts of some calls, mostly of all."""
-        if len(calls) == len(self._counts):
-            return dict(enumerate(split(flat, self._counts)))
+        if len(calls) == len(self.counts):
+            return dict(enumerate(self.of_each(flat)))
         starts = self._starts
         return {call: flat[starts[call] : starts[call + 1]] for call in calls}
 
     def flat(self, parts: Mapping[int, Sequence[T]], others: T) -> list[T]:
         """Return the list with the parts of some calls, and something else for each element of the others."""
-        if len(parts) == len(self._counts):
+        if len(parts) == len(self.counts):
             return [one for call in range(len(parts)) for one in parts[call]]
         starts = self._starts
         flat = [others] * starts[-1]
@@ -152,16 +161,14 @@ class Joined:
     def __init__(self, calls: Sequence[Call], the_map: Map) -> None:
         self.calls = calls
         self.map = the_map
-        self.num_inputs = [len(call.inputs) for call in calls]
+        self.input_parts = Parts([len(call.inputs) for call in calls])
         # of each call's inputs those that the join itself leads to; `deferred` has another node for the leaves
-        self.num_tied = self.num_inputs
-        self.num_results = [len(call.results) for call in calls]
+        self.tied_parts = self.input_parts
+        self.result_parts = Parts([len(call.results) for call in calls])
+        self.saved_parts = Parts([len(call.to_save) for call in calls])
         self.arrivals: list[weakref.ref[Node]] = []  # of calls that are tied apart
         # held while what the calls saved is taken out; re-entrant, as an unpack hook may start a backward
         self.taking = threading.RLock()
-        self.num_saved = [len(call.to_save) for call in calls]
-        self.input_parts, self.result_parts = Parts(self.num_inputs), Parts(self.num_results)
-        self.saved_parts = Parts(self.num_saved)
 
     def part(self, places: Sequence[int]) -> Self:
         """Return some of the calls, which are tied apart from the others."""
@@ -188,14 +195,14 @@ class Joined:
 
     def last_first(self, of_inputs: list[Any]) -> list[Any]:
         """Turn a list with one element for each input, in the order of the calls, into the order of `inputs()`."""
-        return _turned_around(of_inputs, self.num_tied) if self._has_shared else of_inputs
+        return _turned_around(of_inputs, self.tied_parts.counts) if self._has_shared else of_inputs
 
     def in_order(self, nodes: Sequence[Node | None]) -> Sequence[Node | None]:
         """Turn the nodes that the join leads to, the gate's first if there is one, back into the order of the calls."""
         if not self._has_shared:
             return nodes
-        start = len(nodes) - sum(self.num_tied)
-        return [*nodes[:start], *_turned_around(nodes[start:], self.num_tied[::-1])]
+        start = len(nodes) - self.tied_parts.total
+        return [*nodes[:start], *_turned_around(nodes[start:], self.tied_parts.counts[::-1])]
 
     def pass_gate(self) -> Tensor | None:
         """Return one more tensor for the join to depend on, or `None`."""
@@ -204,7 +211,7 @@ class Joined:
     def reached(self, grad_outputs: Tensors) -> Sequence[int]:
         """Return which calls got a gradient (Rule 3), in time for these alone: there may be a backward for each."""
         if not has_missing(grad_outputs):
-            counts = self.num_results
+            counts = self.result_parts.counts
             return [i for i, count in enumerate(counts) if count] if 0 in counts else range(len(counts))
         call_at = self.result_parts.call_at
         return [*{call_at(place): None for place, grad in enumerate(grad_outputs) if grad is not None}]
@@ -350,7 +357,7 @@ def split(flat: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
     return parts
 
 
-def _turned_around(flat: Sequence[Any], counts: list[int]) -> list[Any]:
+def _turned_around(flat: Sequence[Any], counts: Sequence[int]) -> list[Any]:
     return [one for part in reversed(split(flat, counts)) for one in part]
 
 

@@ -24,7 +24,7 @@ from moe_autograd.autograd.escaped import Escaping, refuse_escaped
 from moe_autograd.autograd.grouping import around
 from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.join import join
-from moe_autograd.autograd.joined import Joined, Tensors, split, which_are_wanted
+from moe_autograd.autograd.joined import Joined, Parts, Tensors, which_are_wanted
 from moe_autograd.autograd.module_calls import ModuleCall, Planned
 from moe_autograd.autograd.module_forwards import ModuleForwards
 from moe_autograd.autograd.ordered_hooks import unpack_ahead
@@ -58,12 +58,12 @@ class JoinedModules(Joined):
     def ask(self, nodes: Sequence[Node | None], reached: Sequence[int]) -> Sequence[Wanted]:
         """See `Joined`."""
         if is_in_first_part():
-            wanted: list[Wanted] = [True] * sum(self.num_inputs)
-            want_by_name(self.calls, self.num_inputs, nodes, wanted)
+            wanted: list[Wanted] = [True] * self.input_parts.total
+            want_by_name(self.calls, self.input_parts, nodes, wanted)
             return wanted
-        self._note_histories(nodes, self.num_inputs)
+        self._note_histories(nodes, self.input_parts)
         wanted = [*which_are_wanted(nodes)]
-        want_by_name(self.calls, self.num_inputs, nodes, wanted)
+        want_by_name(self.calls, self.input_parts, nodes, wanted)
         if may_add_at_once():
             self._add_at_once(nodes, wanted, reached)
         return wanted
@@ -79,10 +79,10 @@ class JoinedModules(Joined):
                 if id(leaf) not in call.shared_leaves and nodes[i] is not None:
                     wanted[i] = at_once.adder(nodes[i]) or wanted[i]
 
-    def _note_histories(self, nodes: Sequence[Node | None], counts: Sequence[int]) -> None:
+    def _note_histories(self, nodes: Sequence[Node | None], parts: Parts) -> None:
         """Take note of where the gradients of the cuts go, for gradients of gradients."""
         if torch.is_grad_enabled():
-            for call, own in zip(self.calls, split(nodes, counts), strict=True):
+            for call, own in zip(self.calls, parts.of_each(nodes), strict=True):
                 call.histories = own
 
     def refuse_escaped(self, wanted: Sequence[Wanted]) -> None:
@@ -90,7 +90,7 @@ class JoinedModules(Joined):
         refuse_escaped(functools.partial(self._nodes_reached, wanted))
 
     def _nodes_reached(self, wanted: Sequence[Wanted]) -> set[Node | None]:
-        reached = [any(own) for own in split(wanted, self.num_inputs)]
+        reached = [any(own) for own in self.input_parts.of_each(wanted)]
         return set().union(*map(self._nodes_within, itertools.compress(self.calls, reached)))
 
     def _nodes_within(self, call: ModuleCall) -> set[Node | None]:
@@ -179,8 +179,8 @@ class JoinedModules(Joined):
         for i in reached:
             self.calls[i].share_graph()
         batches = Batches(grad_outputs)
-        grads_of = split(batches.apart(grad_outputs), self.num_results)
-        wanted_of = split(wanted, self.num_inputs)
+        grads_of = self.result_parts.of_each(batches.apart(grad_outputs))
+        wanted_of = self.input_parts.of_each(wanted)
         planned = [
             Planned(
                 around(functools.partial(_second_order, batches), wanted_of[i], self.calls[i]),

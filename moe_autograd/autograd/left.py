@@ -60,13 +60,13 @@ def take_saved(
         left: dict[int, list[_Kept | None]] | None = getattr(node, "left", None)
         if left is not None:  # an earlier backward has let the node forget
             return {
-                i: _taken(left, i, joined.num_saved[i], joined.reads_saved)
+                i: _taken(left, i, joined.saved_parts.counts[i], joined.reads_saved)
                 for i in _reached(joined, grad_outputs, wanted)
             }
-        if not any(joined.num_saved):
+        if not joined.saved_parts.total:
             return {}  # it forgets nothing, however often it runs
         unpacked = [*node.saved_tensors]
-        if len(unpacked) != sum(joined.num_saved):  # compiled code asks no node whether it is freed
+        if len(unpacked) != joined.saved_parts.total:  # compiled code asks no node whether it is freed
             raise RuntimeError(BACKWARD_TWICE)
         saved = joined.saved_parts
         reached = _reached(joined, grad_outputs, wanted)

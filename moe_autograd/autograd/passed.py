@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from moe_autograd.autograd.accumulating import Wanted
+from moe_autograd.autograd.joined import Parts
 from moe_autograd.autograd.module_results import CallResults
 from moe_autograd.autograd.result_hooks import Within
 from moe_autograd.autograd.this_backward import asked_for_by_name
@@ -77,7 +78,7 @@ def results_of(first: CallResults, passed: Sequence[Passed]) -> dict[Edge, tuple
 
 
 def want_by_name(
-    calls: Sequence[Passing], num_inputs: Sequence[int], nodes: Sequence[Node | None], wanted: list[Wanted]
+    calls: Sequence[Passing], parts: Parts, nodes: Sequence[Node | None], wanted: list[Wanted]
 ) -> None:
     """Want what flows to results that calls pass only where one of them is asked for by name.
 
@@ -86,23 +87,21 @@ def want_by_name(
 
     Args:
         calls: of one map.
-        num_inputs: of each.
-        nodes: where the gradients of all these go.
+        parts: which inputs are whose.
+        nodes: where the gradients of all inputs go.
         wanted: one for each, as the engine wants them; those of passed results are set.
     """
     if not any(call.passed for call in calls):
         return
     by_name = None if is_backward_compiled() else asked_for_by_name()
-    start = 0
-    for call, count in zip(calls, num_inputs, strict=True):
+    for i, call in enumerate(calls):
         looked = [one.is_looked_at() for one in call.passed]
-        places = [start + place for place in call.places_passed()]
+        places = [parts.start(i) + place for place in call.places_passed()]
         for place, one in zip(places, call.passed, strict=True):
             wanted[place] = by_name is None or (id(nodes[place]), one.output_nr) in by_name
         is_asked = any(wanted[place] for place in places)
         for place, is_looked in zip(places, looked, strict=True):
             wanted[place] = wanted[place] or (is_asked and is_looked)
-        start += count
 
 
 def seen_outside(passed: Iterable[Passed]) -> list[tuple[Within, None]]:
