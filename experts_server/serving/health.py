@@ -36,6 +36,9 @@ UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 class Health:
     """The health service of one server.
 
+    Not grpc's own, which writes to a watcher under the lock that every change takes: one who does not read held up a
+    stop.
+
     Threads: the event loop's.
     """
 
@@ -43,23 +46,32 @@ class Health:
         self._registry = registry
         # those who only watch are to keep no probe out
         self._doorway, self._doorway_of_checks = Doorway(MAX_STREAMS), Doorway(MAX_STREAMS)
-        self._servicer = _HealthServicer(self._doorway, self._doorway_of_checks)
+        self._services: frozenset[str] = frozenset()  # none is known before the server is ready
         self._stuck: set[str] = set()
+        self._is_draining = False
+        self._changed = asyncio.Event()  # another one after each change
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register health and reflection."""
-        self._servicer.add_to(server)
+        handlers = {
+            "Check": grpc.stream_unary_rpc_method_handler(self._check),
+            "Watch": grpc.stream_stream_rpc_method_handler(self._watch),
+        }
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(health.SERVICE_NAME, handlers),)
+        )
         names = (methods.SERVICE, open_inference.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         add_ServerReflectionServicer_to_server(_ReflectionServicer(self._doorway, names), server)
 
     def set_ready(self) -> None:
         """Report everything as serving."""
-        for name in ("", methods.SERVICE, open_inference.SERVICE, *self._registry):
-            self._servicer.set(name, SERVING)
+        self._services = frozenset(["", methods.SERVICE, open_inference.SERVICE, *self._registry])
+        self._wake_watchers()
 
     def set_draining(self) -> None:
         """Report everything as not serving, from now on for good."""
-        self._servicer.set_draining()
+        self._is_draining = True
+        self._wake_watchers()
 
     def end_silent(self) -> None:
         """End the RPCs whose clients have kept them waiting for too long; called from time to time."""
@@ -69,49 +81,28 @@ class Health:
     async def look(self) -> None:
         """Report experts that got stuck, and those that came back; called from time to time."""
         stuck_before = time.monotonic() - STUCK_S
-        for name, queue in self._registry.items():
-            began = queue.computing_since
-            is_stuck = began is not None and began < stuck_before
-            if is_stuck != (name in self._stuck):
-                self._servicer.set(name, NOT_SERVING if is_stuck else SERVING)
-                (self._stuck.add if is_stuck else self._stuck.discard)(name)
-
-
-class _HealthServicer:
-    """grpc's own writes to a watcher under the lock that every change takes: one who does not read held up a stop."""
-
-    def __init__(self, doorway: Doorway, doorway_of_checks: Doorway) -> None:
-        self._doorway, self._doorway_of_checks = doorway, doorway_of_checks
-        self._status_of: dict[str, Any] = {}
-        self._changed = asyncio.Event()  # another one after each change
-        self._is_draining = False
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the handlers."""
-        handlers = {
-            "Check": grpc.stream_unary_rpc_method_handler(self._check),
-            "Watch": grpc.stream_stream_rpc_method_handler(self._watch),
+        stuck = {
+            name
+            for name, queue in self._registry.items()
+            if (began := queue.computing_since) is not None and began < stuck_before
         }
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(health.SERVICE_NAME, handlers),)
-        )
-
-    def set(self, name: str, status: Any) -> None:
-        """Report a service from now on, unless all are draining."""
-        if not self._is_draining:
-            self._status_of[name] = status
+        if stuck != self._stuck:
+            self._stuck = stuck
             self._wake_watchers()
 
-    def set_draining(self) -> None:
-        """Report all of them as not serving, for good."""
-        self._is_draining = True
-        self._status_of = dict.fromkeys(self._status_of, NOT_SERVING)
-        self._wake_watchers()
+    def _wake_watchers(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _status_of(self, service: str) -> Any:
+        if service not in self._services:
+            return UNKNOWN
+        return NOT_SERVING if self._is_draining or service in self._stuck else SERVING
 
     async def _check(self, _: Any, context: Context) -> bytes:
         async with self._doorway_of_checks.passing(context, "read") as rpc:
-            status = self._status_of.get(await _service_in(rpc))
-            if status is None:
+            status = self._status_of(await _service_in(rpc))
+            if status == UNKNOWN:
                 await rpc.abort(grpc.StatusCode.NOT_FOUND)
             return _answer(status)
         raise AssertionError("abort raises")
@@ -122,16 +113,12 @@ class _HealthServicer:
             service = await _service_in(rpc)
             while True:
                 changed = self._changed
-                status = self._status_of.get(service, UNKNOWN)
+                status = self._status_of(service)
                 if status == last:
                     await changed.wait()
                     continue
                 await rpc.write(_answer(status))
                 last = status
-
-    def _wake_watchers(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 async def _service_in(rpc: Passing) -> str:

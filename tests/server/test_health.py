@@ -81,18 +81,18 @@ def test_an_expert_that_returns_while_the_server_drains_serves_nobody_any_more(
         ThreadPoolExecutor() as callers,
     ):
         assert server._server is not None
-        stub, stuck = health_pb2_grpc.HealthStub(client.channel), server._server.health._stuck
+        stub, looks = health_pb2_grpc.HealthStub(client.channel), server._server.health
         try:
             for name in experts:
                 callers.submit(client.forward, name, torch.ones(2, 8))
-            wait_until(lambda: stuck == {*experts})
+            wait_until(lambda: looks._stuck == {*experts})
             watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=START_S)
             statuses = (reply.status for reply in watch)
             assert SERVING in statuses
             callers.submit(server.stop)
             assert NOT_SERVING in statuses
             experts["returns"].may_go.set()
-            wait_until(lambda: stuck == {"hangs"})
+            wait_until(lambda: looks._stuck == {"hangs"})
             request = health_pb2.HealthCheckRequest(service="returns")
             assert stub.Check(request, timeout=START_S).status == NOT_SERVING
         finally:
