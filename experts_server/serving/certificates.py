@@ -29,7 +29,7 @@ def server_credentials(config: SecurityConfig) -> grpc.ServerCredentials | None:
     if config.tls_cert is None or config.tls_key is None:
         return None
     certificates = _Certificates(config.tls_cert, config.tls_key, config.client_ca)
-    first = certificates.check(certificates.read())
+    first = certificates.take(certificates.read())
     renewed: Any = certificates.renewed  # grpc's stubs do not know of None
     return grpc.dynamic_ssl_server_credentials(first, renewed, config.client_ca is not None)
 
@@ -42,11 +42,10 @@ def check_credentials(config: SecurityConfig) -> None:
     """
     if config.tls_cert is None or config.tls_key is None:
         return
-    _, cert, _ = _Certificates(config.tls_cert, config.tls_key, config.client_ca).read()
-    _check_certificates(config.tls_cert, config.tls_key, config.client_ca)
-    _check_kind(config.tls_cert, cert)
-    if (reason := _trust_in(config.tls_cert, config.tls_key).lacks) is not None:
-        raise ConfigError(f"config, {_untrusted(config.tls_cert, reason)}")
+    certificates = _Certificates(config.tls_cert, config.tls_key, config.client_ca)
+    trust = certificates.check(certificates.read())
+    if trust.lacks is not None:
+        raise ConfigError(f"config, {_untrusted(config.tls_cert, trust.lacks)}")
 
 
 _Contents = tuple[bytes, bytes, bytes | None]  # of key, certificate and client_ca
@@ -78,8 +77,8 @@ class _Certificates:
         client_ca = None if self._client_ca is None else read_file(self._client_ca, "client_ca")
         return read_file(self._key, "tls_key"), read_file(self._cert, "tls_cert"), client_ca
 
-    def check(self, now: _Contents) -> grpc.ServerCertificateConfiguration:
-        """Return what was read in grpc's form; raises `ConfigError`.
+    def check(self, now: _Contents) -> _Trust:
+        """Check what was read, and return what clients will think of it; raises `ConfigError`.
 
         OpenSSL reads the files themselves, which may be others by then: so what was read has to be in them still.
         """
@@ -90,11 +89,16 @@ class _Certificates:
             raise ConfigError(_REPLACED) from error
         if self.read() != now:
             raise ConfigError(_REPLACED)
-        key, cert, client_ca = now
-        _check_kind(self._cert, cert)
+        _check_kind(self._cert, now[1])
+        return trust
+
+    def take(self, now: _Contents) -> grpc.ServerCertificateConfiguration:
+        """Use what was read, and return it in grpc's form; raises `ConfigError`."""
+        trust = self.check(now)
         if trust.lacks is not None:
             logger.error("%s", _untrusted(self._cert, trust.lacks))
         self._in_use, self._expires_at, self._trouble = now, trust.ends_at, ""
+        key, cert, client_ca = now
         return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=client_ca)
 
     def renewed(self) -> grpc.ServerCertificateConfiguration | None:
@@ -108,7 +112,7 @@ class _Certificates:
         try:
             refuse_pipes(self._cert, self._key, self._client_ca)
             if (now := self.read()) != self._in_use:
-                new = self.check(now)
+                new = self.take(now)
                 with self._lock:
                     self._new = new
         except ConfigError as error:

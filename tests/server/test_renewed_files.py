@@ -56,7 +56,7 @@ def in_use(certificates: Path, tmp_path: Path) -> Path:
 
 def serve(folder: Path) -> _Certificates:
     served = _Certificates(folder / "server.pem", folder / "server.key", None)
-    served.check(served.read())
+    served.take(served.read())
     return served
 
 
