@@ -249,7 +249,7 @@ class Passing:
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
+    ) -> None:
         del traceback  # as in `_end`
         self._doorway.passing_now.discard(self)
         self._task = None
@@ -261,7 +261,6 @@ class Passing:
             )
         if error is not None and not isinstance(error, (asyncio.CancelledError, grpc.aio.AbortError)):
             await self._end(error)
-        return False
 
     async def _end(self, error: BaseException) -> None:
         """End the RPC with the status that says what went wrong, which raises grpc's own error for that."""

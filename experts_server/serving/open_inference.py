@@ -180,7 +180,6 @@ class OpenInference:
                         f"message: expected a {request_class.__name__}, got {error}."
                     ) from error
                 return bytes((await answer(request, rpc)).SerializeToString())
-            raise AssertionError("abort raises")
 
         return handle
 

@@ -118,7 +118,6 @@ class Service:
                 sealed = await only_message(rpc)
                 request = unseal(request_class, sealed, required=request_class is not pb.InfoRequest)
                 return seal(await answer(request))
-            raise AssertionError("abort raises")
 
         return handle
 
@@ -211,7 +210,6 @@ class Service:
             with self._weights_under_way():
                 # not held here: what ends in an error grpc keeps, with its traceback, until the collector comes by
                 return seal(await self._apply_state(*await self._receive_state(rpc)))
-        raise AssertionError("abort raises")
 
     @contextmanager
     def _weights_under_way(self) -> Iterator[None]:
