@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,9 +23,10 @@ from torch import nn
 from experts_server.budget import Budget
 from experts_server.checkpoints.saving import Saver
 from experts_server.configuration.config import MemoryConfig, ServingConfig
-from experts_server.configuration.names import check_name, counted
+from experts_server.configuration.names import counted
 from experts_server.hosting.calls import InspectCall
 from experts_server.hosting.failing import FailureLog
+from experts_server.hosting.gathered import GatheredGradients
 from experts_server.hosting.hosted import HostedExpert, SharedMemory
 from experts_server.hosting.kept import KeptForwards
 from experts_server.hosting.offloading import OffloadMemory
@@ -62,19 +62,6 @@ class Hosting:
     saving: MemoryConfig
     can_join: bool = True
     eval_only: bool = False
-
-    def host(self, name: str, memory: SharedMemory, failures: FailureLog) -> HostedExpert:
-        """Return it as a server holds it."""
-        return HostedExpert(
-            name,
-            self.module,
-            self.training,
-            memory,
-            can_join=self.can_join,
-            eval_only=self.eval_only,
-            saving=self.saving,
-            failures=failures,
-        )
 
 
 class ExpertServer:
@@ -129,7 +116,16 @@ class ExpertServer:
         self._forgetting: set[str] = set()  # experts that were told to forget what is stale, and have not yet
 
     def _queue_of(self, name: str, hosting: Hosting) -> ExpertQueue:
-        hosted = hosting.host(check_name(name), self.memory, self.failures)
+        hosted = HostedExpert(
+            name,
+            hosting.module,
+            hosting.training,
+            self.memory,
+            can_join=hosting.can_join,
+            eval_only=hosting.eval_only,
+            saving=hosting.saving,
+            failures=self.failures,
+        )
         return ExpertQueue(hosted, self.pool, self.queue_limits, call_later=self._call_later)
 
     def __repr__(self) -> str:
@@ -164,9 +160,13 @@ class ExpertServer:
             raise
 
     def close(self) -> None:
-        """Let go of what a server that does not serve has."""
+        """Let go of what a server has; it serves no more, or never did."""
         self.pool.close(0)
-        self._close()
+        if self.metrics is not None:
+            self.metrics.close()
+        self._grpc = None  # with it ends the thread that grpc.aio polls in, which no forked child has
+        self.saver.close()
+        self._close_memory()
 
     async def _open(self) -> None:
         self._grpc = self._with_handlers()
@@ -252,7 +252,7 @@ class ExpertServer:
                     logger.warning("stopped while an expert still hangs: %s", self.pool)
             finally:
                 self._has_stopped.set()  # to be seen after this step of the loop
-                self._close()
+                self.close()
                 self.state = "stopped"
                 logger.info("stopped")
 
@@ -263,13 +263,6 @@ class ExpertServer:
         self._is_stopping.set()
         self.saver.leave_to_last()
         await asyncio.wait([self._upkeep])
-
-    def _close(self) -> None:
-        if self.metrics is not None:
-            self.metrics.close()
-        self._grpc = None  # with it ends the thread that grpc.aio polls in, which no forked child has
-        self.saver.close()
-        self._close_memory()
 
     def _close_memory(self) -> None:
         if self.memory.offload is not None:
@@ -295,19 +288,22 @@ class ExpertServer:
             if len(queue):
                 queue.let_go_of_late()
         is_crowded = self.memory.gathered.reset_refused()
-        lost = [
-            name
+        lost = {
+            name: trainer.gathered
             for name, queue in self.registry.items()
             if (trainer := queue.hosted.trainer) and name not in self._forgetting
             if trainer.gathered.stale(is_crowded=is_crowded)
-        ]
+        }
         self._forgetting.update(lost)
-        forget = functools.partial(_forget_stale, is_crowded=is_crowded)
 
-        def call(name: str) -> InspectCall:
-            return InspectCall(b"", lambda call, result: self._forgetting.discard(name), forget)
+        def call(name: str, gathered: GatheredGradients) -> InspectCall:
+            return InspectCall(
+                b"",
+                lambda call, result: self._forgetting.discard(name),
+                lambda hosted: gathered.forget_stale(is_crowded=is_crowded),
+            )
 
-        self.registry.submit([(name, call(name)) for name in lost])
+        self.registry.submit([(name, call(name, gathered)) for name, gathered in lost.items()])
 
     def _collector(self) -> ServerCollector:
         memory, queues = self.memory, self.queue_limits
@@ -375,8 +371,3 @@ def _queue_limits(config: ServingConfig) -> QueueLimits:
         config.batching.max_batch_tokens,
         config.batching.max_wait_ms / 1000,
     )
-
-
-def _forget_stale(hosted: HostedExpert, *, is_crowded: bool) -> None:
-    if hosted.trainer is not None:
-        hosted.trainer.gathered.forget_stale(is_crowded=is_crowded)
