@@ -7,6 +7,7 @@ them: it can neither leave a folder nor hide in one.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 
 MAX_NAME_LENGTH = 128
@@ -45,9 +46,7 @@ def expand_pattern(pattern: str) -> list[str]:
     """
     pieces = _RANGE.split(pattern)  # text, start, stop, text, start, stop, ..., text
     ranges = [range(int(start), int(stop)) for start, stop in zip(pieces[1::3], pieces[2::3], strict=True)]
-    num_names = 1
-    for numbers in ranges:
-        num_names *= len(numbers)
+    num_names = math.prod(map(len, ranges))
     if not 0 < num_names <= MAX_NAMES_PER_PATTERN:
         raise ValueError(
             f"expert pattern {pattern!r}: expected 1 to {MAX_NAMES_PER_PATTERN} names, got {num_names}. "

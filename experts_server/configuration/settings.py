@@ -112,17 +112,14 @@ def _value(text: str, may_be_number: bool) -> Any:
 
 def _merge(base: dict[str, Any], extra: Mapping[str, Any]) -> None:
     for key, value in extra.items():
-        # no optimizer: what is said of one names it, too
-        if isinstance(value, Mapping) and base.get(key) == "none":
-            base[key] = {"name": "none"}
-        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
-            _merge(base[key], value)
-        else:
-            base[key] = _copied(value)
-
-
-def _copied(value: Any) -> Any:
-    return {key: _copied(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+        if not isinstance(value, Mapping):
+            base[key] = value
+            continue
+        before = base.get(key)
+        if not isinstance(before, dict):
+            # no optimizer: what is said of one names it, too
+            before = base[key] = {"name": "none"} if before == "none" else {}
+        _merge(before, value)
 
 
 def _without_none(flags: Mapping[str, Any]) -> dict[str, Any]:
