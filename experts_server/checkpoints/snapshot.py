@@ -118,22 +118,22 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
     """Return the tensors (not yet copied) and the plain values of a training's state."""
     place = f"expert {trainer.name!r}, optimizer"
     tensors, scalars = _take_optimizer(place, trainer.training.optimizer)
-    gathered = {client_id.hex(): entry for client_id, entry in trainer.gathered.by_client().items()}
-    for client, entry in gathered.items():
+    gathered = trainer.gathered.by_client()
+    for client_id, entry in gathered.items():
         for place_of_grad, grad in enumerate(entry.grads):
             if grad is not None:
-                tensors[f"gathered.{client}.{place_of_grad}"] = grad
+                tensors[f"gathered.{client_id.hex()}.{place_of_grad}"] = grad
     groups, schedule = trainer.training.settings()
     built_groups, built_schedule = trainer.training.built_with
     return tensors, {
         "num_updates": trainer.num_updates,
         "update": trainer.training.update,
         "gathered": {
-            client: [
+            client_id.hex(): [
                 *(entry.num_backwards, entry.num_samples, entry.digest),
-                *trainer.gathered.standing_of(bytes.fromhex(client)),
+                *trainer.gathered.standing_of(client_id),
             ]
-            for client, entry in gathered.items()
+            for client_id, entry in gathered.items()
         },
         "taken_at_s": time.time(),
         "schedule_class": _schedule_class(trainer),
@@ -239,11 +239,12 @@ def _restore_gathered(trainer: Trainer, snapshot: Snapshot) -> None:
     # The client is away for as long as the server is; a clock that was set back meanwhile tells nothing.
     since_s = max(0.0, time.time() - snapshot.plain["taken_at_s"])
     for client, (*counts, age_s, is_applied) in snapshot.plain["gathered"].items():
+        client_id = bytes.fromhex(client)
         if is_usable:
             gathered = Gathered(grads[client], *counts)
-            trainer.gathered.put_back(bytes.fromhex(client), gathered, age_s + since_s, is_applied=is_applied)
+            trainer.gathered.put_back(client_id, gathered, age_s + since_s, is_applied=is_applied)
         else:
-            trainer.gathered.note_lost(bytes.fromhex(client))
+            trainer.gathered.note_lost(client_id)
 
 
 def check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:
