@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from experts_server.hosting.calls import Outputs
+from experts_server.hosting.calls import Outputs, num_rows
 from experts_server.hosting.checks import check_calls, check_reached, check_weights
 from experts_server.hosting.gradients import GraphWeigher
 from experts_server.hosting.kept import SAVED_BYTES
@@ -204,13 +204,12 @@ class ModuleCaller:
         never too little: what a graph holds is there for any number of rows, grows with them, or, as in attention,
         faster than they do.
         """
-        shape = leaves[0].shape
-        kind, num_rows = (evaluate, shape[1:]), shape[0] if shape else 1
+        kind, rows = (evaluate, leaves[0].shape[1:]), num_rows(leaves[0])
         known = self._weights.get(kind)
         # on, whatever a module has left on this thread (`torch.set_grad_enabled(False)` in its file)
         with torch.set_grad_enabled(True):  # as `enable_grad`, and sooner
-            if known is not None and known[0].num_rows <= num_rows <= known[1].num_rows:
-                return self.call(leaves, evaluate, seed), _between(*known, num_rows)
+            if known is not None and known[0].num_rows <= rows <= known[1].num_rows:
+                return self.call(leaves, evaluate, seed), _between(*known, rows)
             weigher = GraphWeigher([*self.module.parameters(), *self.module.buffers(), *leaves])
             with weigher.weighing():
                 outputs = self.call(leaves, evaluate, seed)
@@ -218,7 +217,7 @@ class ModuleCaller:
             weigher.weigh(tensor)
         if len(self._weights) >= MAX_KNOWN_SHAPES:
             self._weights.clear()
-        weight = _Weight(num_rows, weigher.num_bytes + SAVED_BYTES * weigher.num_saved)
+        weight = _Weight(rows, weigher.num_bytes + SAVED_BYTES * weigher.num_saved)
         weights = [weight, *(known or ())]
         self._weights[kind] = min(weights), max(weights)
         return outputs, weight.num_bytes

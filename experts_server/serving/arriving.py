@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from experts_server.hosting.calls import BackwardCall, Call, ForwardCall
+from experts_server.hosting.calls import BackwardCall, Call, ForwardCall, num_rows
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.heads import BackwardHead, ForwardHead
@@ -33,7 +33,7 @@ def forward_call(
     call = ForwardCall(head.client_id, reply, head.call_id, inputs, requires_grad, keep_graph, evaluate, seed)
     call.may_train = may_train
     call.reply_encoding = head.reply_encoding
-    call.num_tokens = _num_rows(inputs[0]) if inputs else 1
+    call.num_tokens = num_rows(inputs[0]) if inputs else 1
     return call
 
 
@@ -71,11 +71,6 @@ def backward_call(
     call.num_tokens = 1
     for grad in call.grad_outputs:
         if grad is not None and grad.dim():
-            call.num_tokens = _num_rows(grad)
+            call.num_tokens = num_rows(grad)
             break
     return call
-
-
-def _num_rows(tensor: Tensor) -> int:
-    shape = tensor.shape  # `len` of a tensor takes four times as long
-    return shape[0] if shape else 1

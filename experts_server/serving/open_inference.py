@@ -25,7 +25,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
 from torch import Tensor, nn
 
-from experts_server.hosting.calls import ForwardCall, Outputs
+from experts_server.hosting.calls import ForwardCall, Outputs, num_rows
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.modules import IdentityExpert, TransformerExpert
 from experts_server.queues.registry import Registry
@@ -217,7 +217,7 @@ class OpenInference:
                 evaluate=True,
                 may_train=rpc.may_train,
                 deadline=None if remaining_s is None else time.monotonic() + remaining_s,
-                num_tokens=inputs[0].shape[0] if inputs[0].dim() else 1,
+                num_tokens=num_rows(inputs[0]),
                 num_bytes=sum(x.nbytes for x in inputs),
             )
 
