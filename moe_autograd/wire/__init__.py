@@ -18,5 +18,5 @@
 `generate`         writes `experts_pb2` of `experts.proto`
 =================  ===========================================================================
 
-Imports nothing of ours but `moe_autograd.errors`, and grpc only in `status` and `certificates`.
+Imports nothing of ours but `moe_autograd.errors` and `_computed_once`, and grpc only in `status` and `certificates`.
 """
