@@ -34,11 +34,12 @@ from typing import Any, Self
 
 import xxhash
 
-from experts_server.checkpoints.expert_file import read_snapshot, write_snapshot
+from experts_server.checkpoints.expert_file import read_snapshot, write_flushed, write_snapshot
 from experts_server.checkpoints.snapshot import FORMAT, Snapshot
 from experts_server.configuration.names import check_name
 from experts_server.locks import take_folder
 from moe_autograd._contexts import contextmanager
+from moe_autograd.autograd.offload.stores import opened
 from moe_autograd.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -112,9 +113,8 @@ class CheckpointFolder:
                 )
                 for snapshot in snapshots
             }
-            _write_file(
-                writing / MANIFEST, _sealed({"format": FORMAT, "generation": number, "experts": files})
-            )
+            manifest = {"format": FORMAT, "generation": number, "experts": files}
+            write_flushed(writing / MANIFEST, [_sealed(manifest)])
             _flush_folder(writing)
             writing.rename(self.folder / name)
             _flush_folder(self.folder)
@@ -222,19 +222,9 @@ def _file_of(folder: Path, expert: str) -> Path:
     return folder / f"{check_name(expert)}.safetensors"
 
 
-def _write_file(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with opened(folder, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sealed(manifest: Mapping[str, Any]) -> bytes:

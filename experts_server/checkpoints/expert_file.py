@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,15 +41,21 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> dict[str, Any]:
         ) from error
     header = layout.header({PLAIN_KEY: json.dumps(snapshot.plain)})
     parts = [memoryview(header), *(_bytes_of(snapshot.tensors[name]) for name in layout.fields)]
+    write_flushed(path, parts)
     checksum = xxhash.xxh3_64()
+    for part in parts:
+        checksum.update(part)
+    num_bytes = len(header) + layout.num_bytes
+    return {"file": path.name, "num_bytes": num_bytes, "xxh3_64": checksum.hexdigest()}
+
+
+def write_flushed(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write a file that is not there yet, of parts one after another, and flush it to the disk."""
     with path.open("xb") as file:
         for part in parts:
             file.write(part)
-            checksum.update(part)
         file.flush()
         os.fsync(file.fileno())
-    num_bytes = len(header) + layout.num_bytes
-    return {"file": path.name, "num_bytes": num_bytes, "xxh3_64": checksum.hexdigest()}
 
 
 def read_snapshot(path: Path, entry: Mapping[str, Any]) -> Snapshot:
