@@ -13,7 +13,6 @@ from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pool
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
@@ -21,8 +20,8 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServ
 from experts_server.queues.registry import Registry
 from experts_server.serving import open_inference
 from experts_server.serving.doorway import Context, Doorway, Passing, only_message
-from moe_autograd.errors import CorruptDataError
 from moe_autograd.wire import methods
+from moe_autograd.wire.framing import parse
 
 STUCK_S = 10.0
 # Of both, and as many checks; nobody is asked who he is, so they must not use up what the other RPCs live on.
@@ -122,11 +121,7 @@ class Health:
 
 async def _service_in(rpc: Passing) -> str:
     """Return the service that is asked for."""
-    sent = await only_message(rpc)
-    try:
-        return str(health_pb2.HealthCheckRequest.FromString(sent).service)
-    except DecodeError as error:
-        raise CorruptDataError(f"message: expected a HealthCheckRequest, got {error}.") from error
+    return str(parse(health_pb2.HealthCheckRequest, await only_message(rpc)).service)
 
 
 def _answer(status: Any) -> bytes:

@@ -22,7 +22,6 @@ import grpc
 import torch
 from google.protobuf import descriptor_pb2, message_factory
 from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.message import DecodeError
 from torch import Tensor, nn
 
 from experts_server.hosting.calls import ForwardCall, Outputs, num_rows
@@ -30,8 +29,9 @@ from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.modules import IdentityExpert, TransformerExpert
 from experts_server.queues.registry import Registry
 from experts_server.serving.doorway import Context, Doorway, Passing, only_message
-from moe_autograd.errors import CorruptDataError, ExpertNotFoundError, InvalidCallError
+from moe_autograd.errors import ExpertNotFoundError, InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
+from moe_autograd.wire.framing import parse
 from moe_autograd.wire.tensors import bytes_if_filled, plain, raw_bytes
 
 SERVICE = "inference.GRPCInferenceService"
@@ -172,13 +172,7 @@ class OpenInference:
     def _guarded(self, request_class: Any, answer: Answer) -> Callable[[Any, Context], Awaitable[bytes]]:
         async def handle(_: Any, context: Context) -> bytes:
             async with self._doorway.passing(context, "read") as rpc:
-                sent = await only_message(rpc)
-                try:
-                    request = request_class.FromString(sent)
-                except DecodeError as error:
-                    raise CorruptDataError(
-                        f"message: expected a {request_class.__name__}, got {error}."
-                    ) from error
+                request = parse(request_class, await only_message(rpc))
                 return bytes((await answer(request, rpc)).SerializeToString())
 
         return handle

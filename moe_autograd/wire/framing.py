@@ -63,8 +63,13 @@ def unseal(message_class: type[MessageT], sealed: bytes, *, required: bool = Tru
     """
     if required or _has_trailer(sealed):
         check_seal(sealed)
+    return parse(message_class, sealed)
+
+
+def parse(message_class: type[MessageT], serialized: bytes) -> MessageT:
+    """Return the message, of any protocol; raises `CorruptDataError` if the bytes are none."""
     try:
-        return message_class.FromString(sealed)
+        return message_class.FromString(serialized)
     except DecodeError as error:
         raise CorruptDataError(f"message: expected a {message_class.__name__}, got {error}.") from error
 
