@@ -20,6 +20,7 @@ class Call:
     Args:
         client_id: who asks.
         reply: given this call and its result, or the exception; called once, from any thread, never blocks.
+        expert: the name of whom it asks.
         is_cancelled: set by anyone when nobody waits for the answer any more; looked at before it begins.
         deadline: on `time.monotonic`'s clock, or `None`.
         arrived_at, started_at: on the same clock.
@@ -38,6 +39,7 @@ class Call:
     client_id: bytes
     reply: Callable[[Call, Any], None]
     _: KW_ONLY
+    expert: str = ""
     is_cancelled: bool = False
     deadline: float | None = None
     arrived_at: float = 0.0

@@ -45,7 +45,7 @@ class Registry(Mapping[str, ExpertQueue]):
     def __len__(self) -> int:
         return len(self._queues)
 
-    def submit(self, calls: Sequence[tuple[str, Call]]) -> None:
+    def submit(self, calls: Sequence[Call]) -> None:
         """Check each call and let it wait for its expert; one that is refused is answered at once.
 
         Never raises, never blocks: many calls cost the worker pool one wake-up. Small ones are computed here: to hand
@@ -53,10 +53,10 @@ class Registry(Mapping[str, ExpertQueue]):
         """
         turns: list[ExpertQueue] = []
         small: deque[tuple[ExpertQueue, Call]] = deque()
-        has_room = self._has_room_for([call for _, call in calls])
-        for name, call in calls:
+        has_room = self._has_room_for(calls)
+        for call in calls:
             try:
-                queue = self[name]
+                queue = self[call.expert]
                 if isinstance(call, (ForwardCall, BackwardCall)):
                     queue.hosted.check(call)
                 if not has_room:
@@ -64,7 +64,7 @@ class Registry(Mapping[str, ExpertQueue]):
             except RemoteError as error:
                 if has_room:
                     self._limits.give_back([call])
-                self.note_refused(name)
+                self.note_refused(call.expert)
                 call.reply(call, error)
                 continue
             queue.hosted.prefetch()
@@ -125,14 +125,14 @@ class Registry(Mapping[str, ExpertQueue]):
         calls = []
         for name, future in zip(names, futures, strict=True):
             call = make_call(_replying_to(loop, future))
-            call.arrived_at = time.monotonic()
-            calls.append((name, call))
+            call.expert, call.arrived_at = name, time.monotonic()
+            calls.append(call)
         self.submit(calls)
         try:
             await _all_or_none_for(timeout_s, futures)
             return [future.result() if future.done() else TimeoutError() for future in futures]
         finally:
-            for _, call in calls:
+            for call in calls:
                 call.is_cancelled = True
             calls.clear()  # the traceback of one that was refused knows this frame: it must not hold itself
             futures.clear()

@@ -31,6 +31,7 @@ def forward_call(
     keep_graph, evaluate, seed = head.keep_graph and may_train, head.evaluate, head.random_seed
     requires_grad = tuple(head.input_requires_grad)
     call = ForwardCall(head.client_id, reply, head.call_id, inputs, requires_grad, keep_graph, evaluate, seed)
+    call.expert = head.expert
     call.may_train = may_train
     call.reply_encoding = head.reply_encoding
     call.num_tokens = num_rows(inputs[0]) if inputs else 1
@@ -67,6 +68,7 @@ def backward_call(
         head.random_seed,
         head.replica,
     )
+    call.expert = head.expert
     call.reply_encoding = head.reply_encoding
     call.num_tokens = 1
     for grad in call.grad_outputs:

@@ -301,9 +301,10 @@ class ExpertServer:
                 b"",
                 lambda call, result: self._forgetting.discard(name),
                 lambda hosted: gathered.forget_stale(is_crowded=is_crowded),
+                expert=name,
             )
 
-        self.registry.submit([(name, call(name, gathered)) for name, gathered in lost.items()])
+        self.registry.submit([call(name, gathered) for name, gathered in lost.items()])
 
     def _collector(self) -> ServerCollector:
         memory, queues = self.memory, self.queue_limits

@@ -186,11 +186,9 @@ class PassStream:
         self._hold(self._reader.num_unfinished_bytes)  # memory is taken for all that is announced
         calls = []
         for parcel in parcels:
-            named = self._accept(parcel)
-            if named is not None:
-                call = named[1]
+            if (call := self._accept(parcel)) is not None:
                 call.is_finite = are_finite
-                calls.append(named)
+                calls.append(call)
         if not calls:
             return
         if self._settings.latency_s > 0:
@@ -198,7 +196,7 @@ class PassStream:
         else:
             self._submit(calls)
 
-    def _submit(self, calls: list[tuple[str, Call]]) -> None:
+    def _submit(self, calls: list[Call]) -> None:
         gathers = not self._is_look_due and len(self._outstanding) > 1  # one alone leaves when it is done
         self._is_look_due |= gathers
         self._settings.registry.submit(calls)
@@ -244,11 +242,11 @@ class PassStream:
         )
         self._wake.set()
 
-    def _accept(self, parcel: Parcel) -> tuple[str, Call] | None:
+    def _accept(self, parcel: Parcel) -> Call | None:
         """Make a call of a parcel; one that cannot be is answered with what is wrong with it."""
         self._num_calls += 1
         try:
-            name, call = self._call_of(parcel)
+            call = self._call_of(parcel)
         except RemoteError as refusal:
             if isinstance(parcel.head, self._kind):
                 self._settings.registry.note_refused(parcel.head.expert)
@@ -263,9 +261,9 @@ class PassStream:
                 call.num_bytes += tensor.nbytes
         self._num_call_bytes += call.num_bytes
         self._outstanding[parcel.number] = call
-        return name, call
+        return call
 
-    def _call_of(self, parcel: Parcel) -> tuple[str, Call]:
+    def _call_of(self, parcel: Parcel) -> Call:
         if parcel.error is not None:
             raise parcel.error
         limit = self._settings.max_calls_per_pass
@@ -274,9 +272,9 @@ class PassStream:
         head = parcel.head
         if isinstance(head, self._kind):
             if isinstance(head, FORWARD):
-                return head.expert, forward_call(head, parcel.tensors, self.take_result, self._rpc.may_train)
+                return forward_call(head, parcel.tensors, self.take_result, self._rpc.may_train)
             if isinstance(head, BACKWARD):
-                return head.expert, backward_call(head, parcel.tensors, self.take_result)
+                return backward_call(head, parcel.tensors, self.take_result)
         expected, got = self._kind[0].__name__, type(head).__name__
         raise CorruptDataError(f"stream: expected {expected} parcels, got {got}. Send it again.")
 

@@ -115,7 +115,7 @@ def at_once(server: ExpertsServer, calls: list[Callable[[], Any]]) -> list[Any]:
         is_held.set()
         assert may_go.wait(START_S)
 
-    registry.submit([("e", InspectCall(b"", lambda *_: None, hold))])
+    registry.submit([InspectCall(b"", lambda *_: None, hold, expert="e")])
     assert is_held.wait(START_S)
     threads = [
         threading.Thread(target=lambda n=n, call=call: results.update({n: call()}))
