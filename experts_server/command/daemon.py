@@ -124,7 +124,7 @@ def _let_signals_end_it() -> list[signal.Signals]:
     """Let the signals that stop a server end it at once, until others take them; return which these are.
 
     asyncio would keep a Ctrl-C for when something is awaited. And the first process of a container gets no signal at
-    all that it has no handler for: it was waited for, in vain, and killed.
+    all that it has no handler for: it would be waited for, in vain, and killed.
     """
     is_first = os.getpid() == 1
     is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -116,7 +116,7 @@ async def only_message(rpc: Passing) -> bytes:
     """Return the one message of an RPC; empty where none has come whole, since a bit of its length was flipped.
 
     Then grpc's own handlers of one message end without an answer, and the client would wait until its deadline. And
-    they wait for it outside of any doorway: who never sends it, and needs no token for that, took the place of others.
+    they wait for it outside of any doorway: who never sends it would take the place of others, and needs no token.
     """
     return await rpc.read() or b""
 

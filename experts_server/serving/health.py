@@ -35,7 +35,7 @@ UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 class Health:
     """The health service of one server.
 
-    Not grpc's own, which writes to a watcher under the lock that every change takes: one who does not read held up a
+    Not grpc's own, which writes to a watcher under the lock that every change takes: who does not read would hold up a
     stop.
 
     Threads: the event loop's.

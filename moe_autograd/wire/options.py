@@ -30,7 +30,7 @@ CHANNEL_OPTIONS: tuple[ChannelOption, ...] = (
     ("grpc.keepalive_timeout_ms", 900),
     ("grpc.http2.ping_timeout_ms", 900),
     # grpc's own probes, which find out how much to let be under way, have the same limit, and the answers to them wait
-    # behind what comes in: a slow link that brought an answer seemed dead. Our pings are sent only where nothing comes.
+    # behind what comes in: a slow link that brings an answer would seem dead. Ours are sent only where nothing comes.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
     # A server that comes back is found within 0.3 s: between two attempts calls fail as the last one did. The default
