@@ -43,7 +43,6 @@ class OffloadMemory:
     """
 
     def __init__(self, max_resident_bytes: int, store: str | Path) -> None:
-        self.max_resident_bytes = max_resident_bytes
         self._lock: FolderLock | None = None
         kept: Store = RamStore()
         if store != "ram":  # what is written there is the experts: another server's must not come over it

@@ -20,7 +20,6 @@ from moe_autograd.wire.compression import can_hold, encoded_bytes, gets_smaller
 TIME_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 MOST_UNCOUNTED = 16  # values of a histogram
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
-KINDS = ("forward", "backward", "update")
 _KIND_OF: dict[type[Call], str] = {ForwardCall: "forward", BackwardCall: "backward", UpdateCall: "update"}
 ENCODINGS: dict[int, str] = {number: name.lower() for name, number in pb.Encoding.items()}
 
@@ -88,7 +87,7 @@ class ExpertStats:
     """What one expert has done; told by its queue after each batch."""
 
     def __init__(self) -> None:
-        self.kinds = {kind: KindStats() for kind in KINDS}
+        self.kinds = {kind: KindStats() for kind in _KIND_OF.values()}
         self.sent_bytes = dict.fromkeys(ENCODINGS, 0)  # as they travel, by encoding
         self.num_refused = 0  # before they were in the queue; counted by the event loop
         self.num_late = 0  # before they began; counted under the queue's lock
