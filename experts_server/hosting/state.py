@@ -73,14 +73,13 @@ def check_size(name: str, layout: pb.StateLayout, state: Mapping[str, Tensor]) -
         )
 
 
-def check_state(name: str, layout: pb.StateLayout, state: Mapping[str, Tensor]) -> InvalidCallError | None:
-    """Return what is wrong with `state` for this expert, naming both sides, if anything is."""
+def check_state(name: str, layout: pb.StateLayout, state: Mapping[str, Tensor]) -> None:
+    """Raise `InvalidCallError` for a state that is not this expert's, naming both sides."""
     wrong = mismatch(layout, state)
-    if wrong is None:
-        return None
-    return InvalidCallError(
-        f"state of expert {name!r}: {wrong}. Use a state of the same class and arguments."
-    )
+    if wrong is not None:
+        raise InvalidCallError(
+            f"state of expert {name!r}: {wrong}. Use a state of the same class and arguments."
+        )
 
 
 def load_state(hosted: HostedExpert, state: Mapping[str, Tensor], update: pb.StateUpdate) -> int:

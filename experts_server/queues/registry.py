@@ -144,6 +144,16 @@ class Registry(Mapping[str, ExpertQueue]):
         return await self.ask(names, lambda reply: InspectCall(b"", reply, function), timeout_s)
 
 
+def only_result(results: list[Any]) -> Any:
+    """Return the result of the one call that was asked, or raise it."""
+    try:
+        if isinstance(results[0], BaseException):
+            raise results[0]
+        return results[0]
+    finally:
+        results.clear()  # this frame is in the traceback: the exception must not hold itself
+
+
 def _replying_to(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> Callable[[Any, Any], None]:
     """Return a `reply` that gives its result to `future`, on the loop; from any thread."""
 

@@ -24,10 +24,10 @@ from google.protobuf import descriptor_pb2, message_factory
 from google.protobuf.descriptor_pool import DescriptorPool
 from torch import Tensor, nn
 
-from experts_server.hosting.calls import ForwardCall, Outputs, num_rows
+from experts_server.hosting.calls import ForwardCall, num_rows
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.modules import IdentityExpert, TransformerExpert
-from experts_server.queues.registry import Registry
+from experts_server.queues.registry import Registry, only_result
 from experts_server.serving.doorway import Context, Doorway, Passing, only_message
 from moe_autograd.errors import ExpertNotFoundError, InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
@@ -215,10 +215,8 @@ class OpenInference:
                 num_bytes=sum(x.nbytes for x in inputs),
             )
 
-        results = await self._registry.ask([request.model_name], call)
-        if not isinstance(results[0], Outputs):
-            raise results.pop()  # this frame is in the traceback: the exception must not hold itself
-        return _response(request, results[0].tensors)
+        outputs = only_result(await self._registry.ask([request.model_name], call))
+        return _response(request, outputs.tensors)
 
     def _inputs_of(self, request: Any) -> tuple[Tensor, ...]:
         self._registry[request.model_name]

@@ -22,7 +22,7 @@ from experts_server.configuration.config import ServingConfig
 from experts_server.hosting.calls import Expected, UpdateCall
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.state import check_size, check_state, layout_of_expert, load_state, state_to_send
-from experts_server.queues.registry import Registry
+from experts_server.queues.registry import Registry, only_result
 from experts_server.serving.doorway import EOF, Context, Doorway, Passing, only_message
 from experts_server.serving.security import Permission
 from experts_server.serving.streams import PassStream
@@ -196,7 +196,7 @@ class Service:
     async def _send_state(self, rpc: Passing, names: Sequence[str]) -> None:
         writer = ParcelWriter()
         for name in names:
-            state = _first(await self.registry.inspect([name], state_to_send))
+            state = only_result(await self.registry.inspect([name], state_to_send))
             writer.add(pb.StateUpdate(num_entries=len(state)))
             for key, tensor in state.items():
                 writer.add(pb.StateEntry(expert=name, key=key), [tensor])
@@ -263,8 +263,8 @@ class Service:
         self, head: pb.StateUpdate, states: dict[str, dict[str, torch.Tensor]]
     ) -> pb.UpdateReply:
         """Check all experts before the first is changed."""
-        checks = (check_state(name, self._layout(name), state) for name, state in states.items())
-        _first([*filter(None, checks), None])  # nobody here is to hold what is raised
+        for name, state in states.items():
+            check_state(name, self._layout(name), state)
         results = []
         for name, state in states.items():
             results += await self.registry.inspect([name], partial(load_state, state=state, update=head))
@@ -290,16 +290,6 @@ def _check_kind(request: pb.UpdateRequest, kind: str) -> None:
             f"update: expected kind {kind}, got {request.kind}. It was meant for another RPC; "
             "nothing was changed. Send it again."
         )
-
-
-def _first(results: list[Any]) -> Any:
-    """Return the first result, or raise it; empties the list, since this frame is in the traceback."""
-    try:
-        if isinstance(results[0], BaseException):
-            raise results[0]
-        return results[0]
-    finally:
-        results.clear()
 
 
 def _expert_info(hosted: HostedExpert, layout: int) -> pb.ExpertInfo:
