@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from moe_autograd._computed_once import computed_once
 from moe_autograd.autograd.in_turn import is_watched
-from moe_autograd.errors import InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 from moe_autograd.wire.specs import TensorSpec
 
@@ -43,10 +42,10 @@ class InputSpec:
         leading = (None,) * ((self.rank or 1) - 1)
         return TensorSpec((*leading, self.width), self.dtype, may_have_more=self.rank is None)
 
-    def mismatch(self, expert: str, inputs: Sequence[Tensor]) -> InvalidCallError | None:
-        """Return what is wrong with these inputs for the expert called `expert`, if anything is."""
+    def mismatch(self, expert: str, inputs: Sequence[Tensor]) -> str | None:
+        """Return what an error says of these inputs for the expert called `expert`, if anything is wrong with them."""
         wrong = self.tensor.mismatch(inputs[0])
-        return None if wrong is None else InvalidCallError(f"expert {expert!r}: {wrong}")
+        return None if wrong is None else f"expert {expert!r}: {wrong}"
 
 
 def infer_spec(module: nn.Module) -> InputSpec:

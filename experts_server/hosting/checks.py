@@ -79,13 +79,8 @@ def check_inputs(expert: str, spec: InputSpec, call: ForwardCall | BackwardCall)
         return
     if not inputs:
         raise InvalidCallError(f"expert {expert!r}: expected at least one tensor, got none. Pass its inputs.")
-    if spec.is_certain:
-        mismatch = spec.mismatch(expert, inputs)
-        if mismatch is not None:
-            try:
-                raise mismatch
-            finally:
-                del mismatch  # this frame is in the traceback: the exception must not hold itself
+    if spec.is_certain and (wrong := spec.mismatch(expert, inputs)) is not None:
+        raise InvalidCallError(wrong)
     wanted = call.input_requires_grad if isinstance(call, ForwardCall) else call.wants_input_grads
     if any(
         needs and not (x.is_floating_point() or x.is_complex())
