@@ -232,16 +232,8 @@ class ExpertServer:
                 self.close()
             return
         self.state = "draining"
-        until = time.monotonic() + self.config.drain_timeout_s
-        logger.info("draining: at most %g s", self.config.drain_timeout_s)
         try:
-            self.health.set_draining()
-            is_at_rest = await self.doorway.close(self.config.drain_timeout_s)
-            if not is_at_rest:
-                logger.warning("cutting off what was still in flight after %g s", self.config.drain_timeout_s)
-            await self._end_serving(CLOSE_S)
-            is_computing = any(queue.computing_since is not None for queue in self.registry.values())
-            await self.saver.save_last(until - time.monotonic() if is_computing else None)
+            await self._drain_and_save()
         except CheckpointError as error:
             self._why_unsaved = str(error)
             raise
@@ -255,6 +247,17 @@ class ExpertServer:
                 self.close()
                 self.state = "stopped"
                 logger.info("stopped")
+
+    async def _drain_and_save(self) -> None:
+        timeout_s = self.config.drain_timeout_s
+        until = time.monotonic() + timeout_s
+        logger.info("draining: at most %g s", timeout_s)
+        self.health.set_draining()
+        if not await self.doorway.close(timeout_s):
+            logger.warning("cutting off what was still in flight after %g s", timeout_s)
+        await self._end_serving(CLOSE_S)
+        is_computing = any(queue.computing_since is not None for queue in self.registry.values())
+        await self.saver.save_last(until - time.monotonic() if is_computing else None)
 
     async def _end_serving(self, grace_s: float | None) -> None:
         assert self._grpc is not None
