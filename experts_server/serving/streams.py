@@ -366,7 +366,7 @@ class PassStream:
             tensors = result
             plain.wants_no_step = isinstance(call, BackwardCall) and call.wants_no_step
         try:
-            self._writer.add(head, tensors, pb.RAW if call is None else call.reply_encoding)
+            self._writer.add(head, tensors)  # in their encoding already
         except TypeError as error:  # the module returned something that cannot travel
             self._answer(number, status_of(error), call)
         if call is None:
