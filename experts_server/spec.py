@@ -8,7 +8,6 @@ call from being joined with others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,9 +41,9 @@ class InputSpec:
         leading = (None,) * ((self.rank or 1) - 1)
         return TensorSpec((*leading, self.width), self.dtype, may_have_more=self.rank is None)
 
-    def mismatch(self, expert: str, inputs: Sequence[Tensor]) -> str | None:
-        """Return what an error says of these inputs for the expert called `expert`, if anything is wrong with them."""
-        wrong = self.tensor.mismatch(inputs[0])
+    def mismatch(self, expert: str, x: Tensor) -> str | None:
+        """Return what an error says of a first input for the expert called `expert`, if anything is wrong with it."""
+        wrong = self.tensor.mismatch(x)
         return None if wrong is None else f"expert {expert!r}: {wrong}"
 
 

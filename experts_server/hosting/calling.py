@@ -237,7 +237,7 @@ class ModuleCaller:
 
     def _explain(self, inputs: tuple[Tensor, ...], error: BaseException) -> RemoteError:
         failure = self.failure("forward", error)
-        likely = None if self.spec.width is None else self.spec.mismatch(self.name, inputs)
+        likely = None if self.spec.width is None else self.spec.mismatch(self.name, inputs[0])
         return failure if likely is None else InvalidCallError(f"{likely} Its module raised {told(error)}")
 
 

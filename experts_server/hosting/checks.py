@@ -79,7 +79,7 @@ def check_inputs(expert: str, spec: InputSpec, call: ForwardCall | BackwardCall)
         return
     if not inputs:
         raise InvalidCallError(f"expert {expert!r}: expected at least one tensor, got none. Pass its inputs.")
-    if spec.is_certain and (wrong := spec.mismatch(expert, inputs)) is not None:
+    if spec.is_certain and (wrong := spec.mismatch(expert, inputs[0])) is not None:
         raise InvalidCallError(wrong)
     wanted = call.input_requires_grad if isinstance(call, ForwardCall) else call.wants_input_grads
     if any(

@@ -87,7 +87,7 @@ class Joiner:
             return None
         if self._caller.changes_buffers.get(evaluate, True):
             return None
-        if self._caller.spec.mismatch(self._caller.name, (x,)) is not None:
+        if self._caller.spec.mismatch(self._caller.name, x) is not None:
             return None
         return evaluate, x.dtype, x.shape[1:]
 
