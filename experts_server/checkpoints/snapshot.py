@@ -30,7 +30,7 @@ from experts_server.hosting.state import in_one_line
 from experts_server.hosting.training import Trainer
 from moe_autograd.errors import CheckpointError
 
-FORMAT = 4
+FORMAT = 5
 
 # Optimizers that want some state only with a setting, look for it only in their first step, and then begin with zeros.
 _STATE_OF_SETTINGS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
@@ -278,7 +278,7 @@ def check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:
 def where_another_class(hosted: HostedExpert, snapshot: Snapshot) -> str | None:
     """Say it if a class of this name was saved that is from another Python module, so may compute something else."""
     kind = type(hosted.module)
-    saved = snapshot.plain.get("module", "__main__")  # versions before did not say
+    saved = snapshot.plain["module"]
     if "__main__" in (saved, kind.__module__) or saved == kind.__module__:
         return None  # a script's classes are imported from it as well
     return f"expected {kind.__module__}.{kind.__name__} as configured, got {saved}.{kind.__name__}"

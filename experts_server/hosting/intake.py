@@ -58,11 +58,12 @@ class Intake:
         return self._ledger.find(call.client_id, call.sequence, call.settled_below) is None
 
     def known_answer(self, call: BackwardCall) -> Reply | None:
-        """Return the answer to a call that has been applied before, if it was kept."""
+        """Return the answer to a call that has been applied before, if it was kept, and say whether it wants a step."""
         if not call.wants_weight_grads or self._trainer is None:
             return None
         applied = self._ledger.find(call.client_id, call.sequence, call.settled_below)
         if applied is not None:
+            call.wants_no_step = applied.wants_no_step
             return applied.reply
         return None if self._later is None else self._later.answer_to(call)
 
@@ -70,8 +71,10 @@ class Intake:
         """Take in the gradients of a backward if they are wanted, together with the ledger's line."""
         if self._trainer is not None and self.wants(call):
             self._trainer.take_in(call.client_id, grads, num_rows, call.sequence)
-            self._ledger.record(call.client_id, call.sequence, self.num_updates, answer)
             call.wants_no_step = self._trainer.training.update != "on_step"
+            self._ledger.record(
+                call.client_id, call.sequence, self.num_updates, answer, wants_no_step=call.wants_no_step
+            )
 
     @property
     def is_in_parts(self) -> bool:

@@ -36,9 +36,17 @@ Reply = tuple[Tensor | None, ...]
 
 @dataclass(slots=True)
 class Entry:
-    """One applied change; `reply` is `None` if there is none to give, or it was not kept."""
+    """One applied change.
+
+    Args:
+        num_updates: of the expert, just after it.
+        wants_no_step: of a backward: whether its gradients were applied without a step.
+        reply: `None` if there is none to give, or it was not kept.
+        reply_bytes: what it weighs.
+    """
 
     num_updates: int
+    wants_no_step: bool = False
     reply: Reply | None = None
     reply_bytes: int = 0
 
@@ -80,9 +88,17 @@ class Ledger:
             )
         return client.applied.get(sequence)
 
-    def record(self, client_id: bytes, sequence: int, num_updates: int, reply: Reply | None = None) -> None:
+    def record(
+        self,
+        client_id: bytes,
+        sequence: int,
+        num_updates: int,
+        reply: Reply | None = None,
+        *,
+        wants_no_step: bool = False,
+    ) -> None:
         """Write down that a change has been applied, and its answer."""
-        entry = Entry(num_updates)
+        entry = Entry(num_updates, wants_no_step)
         num_bytes = REPLY_BYTES + sum(grad.nbytes for grad in reply or () if grad is not None)
         if reply is not None and self._reply_budget.try_take(num_bytes):
             entry.reply, entry.reply_bytes = reply, num_bytes
@@ -97,7 +113,10 @@ class Ledger:
             {
                 "client": client_id.hex(),
                 "settled_below": client.settled_below,
-                "applied": {str(sequence): entry.num_updates for sequence, entry in client.applied.items()},
+                "applied": {
+                    str(sequence): [entry.num_updates, entry.wants_no_step]
+                    for sequence, entry in client.applied.items()
+                },
             }
             for client_id, client in self._clients.items()
         ]
@@ -105,7 +124,7 @@ class Ledger:
     def load_plain(self, plain: list[dict[str, Any]]) -> None:
         """Become what `to_plain` returned, for one that is empty yet; answers are not part of it."""
         for item in plain:
-            applied = {int(sequence): Entry(int(updates)) for sequence, updates in item["applied"].items()}
+            applied = {int(sequence): Entry(*told) for sequence, told in item["applied"].items()}
             self._clients[bytes.fromhex(item["client"])] = _Client(int(item["settled_below"]), applied)
 
     def _client(self, client_id: bytes) -> _Client:

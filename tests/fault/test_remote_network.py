@@ -33,14 +33,14 @@ def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.01)
 
 
-def train_beside_a_twin(proxy_faults: dict[str, float], num_steps: int) -> Proxy:
+def train_beside_a_twin(proxy_faults: dict[str, float], num_steps: int, update: str = "on_step") -> Proxy:
     """Train an expert through a faulty proxy and its twin here; every number must be the same bit for bit."""
     torch.manual_seed(0)
     module = Scale(32)
     twin = copy.deepcopy(module)
     retry = RetryPolicy(patience_s=100.0, budget=1000.0, max_retries=100, update_attempt_s=2.0)
     with (
-        ExpertsServer({"ffn.0": module}, optimizer=adam) as server,
+        ExpertsServer({"ffn.0": module}, optimizer=adam, update=update) as server,
         Proxy(server.address) as proxy,
         connect(proxy.address, timeout_s=200.0, retry=retry) as experts,
     ):
@@ -64,8 +64,9 @@ def train_beside_a_twin(proxy_faults: dict[str, float], num_steps: int) -> Proxy
     return proxy
 
 
-def test_cut_connections_lose_nothing_and_count_nothing_twice():
-    proxy = train_beside_a_twin({"cut_chance": 0.05}, num_steps=40)
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+def test_cut_connections_lose_nothing_and_count_nothing_twice(update):
+    proxy = train_beside_a_twin({"cut_chance": 0.05}, num_steps=40, update=update)
     assert proxy.num_cut > 5
 
 

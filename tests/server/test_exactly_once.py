@@ -48,6 +48,7 @@ def test_a_repeated_backward_is_answered_alike_and_counts_once(client: WireClien
     first = client.backward("e", tokens(3, D), sequence=5)
     again = [client.backward("e", tokens(3, D), sequence=5) for _ in range(3)]
     assert [a.code for a in again] == ["OK"] * 3
+    assert {a.result.wants_no_step for a in again} == {first.result.wants_no_step}
     for answer in again:
         torch.testing.assert_close(answer.tensors, first.tensors, rtol=0, atol=0)
     client.step(sequence=6)

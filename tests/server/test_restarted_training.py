@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from experts_server.checkpoints.snapshot import restore, take
 from experts_server.configuration.config import OptimizerConfig
 from experts_server.hosting.building import build_training
+from experts_server.hosting.calls import BackwardCall
+from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.training import Training
 from moe_autograd.errors import CheckpointError, ExpertFailedError, GradientsLostError
 from tests.server.test_training import Client, D, hosted, restarted, sgd
@@ -250,6 +252,25 @@ def test_gradients_gathered_for_steps_are_in_no_update_over_samples(
         client.update("step")
     client.update("step")
     torch.testing.assert_close(client.expert.module.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("after", ["on_step", "on_backward"])
+@pytest.mark.parametrize("before", ["on_step", "on_backward"])
+def test_a_backward_that_comes_again_says_whether_its_first_copy_wanted_a_step(
+    before: str, after: str, tmp_path: Path
+) -> None:
+    """The client counts it for its step otherwise, which then misses its gradients."""
+
+    def backward(expert: HostedExpert) -> bool:
+        grad, inputs = (tokens(3, D, seed=9),), (tokens(3, D),)
+        call = BackwardCall(b"client", lambda *_: None, 1, 1, 0, grad, (True,), inputs=inputs)
+        expert.backward(call)
+        return call.wants_no_step
+
+    expert = hosted(sgd(), before)
+    assert [backward(expert) for _ in range(2)] == [before == "on_backward"] * 2
+    expert = restarted(expert, sgd(), tmp_path, after)  # without the answer, which is computed anew
+    assert [backward(expert) for _ in range(2)] == [before == "on_backward"] * 2
 
 
 class Counting(torch.optim.SGD):
