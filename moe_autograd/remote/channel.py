@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -171,12 +170,10 @@ class Channel:
         with interrupts_held_back():
             try:
                 with GATE.passage(may_interrupt=True) as passage:
-                    self._check_thread(rpc)
-                    begin, metadata = self._stubs_now().unary[rpc].future, self.token.metadata
-                    call = begin(seal(request), timeout=_TELL_TIMEOUT_S, metadata=metadata)
+                    begin, deadline = self._stubs_now().unary[rpc].future, Deadline(_TELL_TIMEOUT_S)
+                    call = self._begin(rpc, begin, seal(request), deadline, passage)
                     self._told.add(call)  # grpc cancels a call that nobody holds
                     call.add_done_callback(end)
-                    passage.carry(call, has_thread=True)
             except (KeptWaitingError, RemoteError, ValueError):  # it is being closed, or there is no thread
                 if_lost()
 
@@ -197,9 +194,7 @@ class Channel:
         with self.our_errors(rpc, operation) as passage, interrupts_held_back() as held:
             if operation.cancellation.wait(0.0):
                 raise NotBegunError
-            self._check_thread(rpc)
-            call = begin(messages, timeout=operation.deadline.remaining_s, metadata=self.token.metadata)
-            passage.carry(call, has_thread=True)
+            call = self._begin(rpc, begin, messages, operation.deadline, passage)
             held.cancel_with(call.cancel)
             operation.cancellation.add(call.cancel)
             try:
@@ -226,18 +221,34 @@ class Channel:
             passage: that it is made in.
         """
         stubs = self._stubs_now()
-        if rest is not None:
-            self._check_thread(rpc)
-        timeout_s, metadata = deadline.remaining_s, self.token.metadata
-        with _Beginning(self):
-            if rest is None:
-                stream = stubs.reply_stream[rpc](first, timeout=timeout_s, metadata=metadata)
-            else:
-                messages = itertools.chain([first], rest)
-                stream = stubs.both_stream[rpc](messages, timeout=timeout_s, metadata=metadata)
-        passage.carry(stream, has_thread=rest is not None)
+        if rest is None:
+            stream = self._begin(rpc, stubs.reply_stream[rpc], first, deadline, passage, has_thread=False)
+        else:
+            messages = itertools.chain([first], rest)
+            stream = self._begin(rpc, stubs.both_stream[rpc], messages, deadline, passage)
         self._left.end_all_but(1)  # the last: whoever has answered a later one has ended those before
         return stream
+
+    def _begin(
+        self,
+        rpc: str,
+        begin: Callable[..., Any],
+        sent: bytes | Iterator[bytes],
+        deadline: Deadline,
+        passage: Passage,
+        *,
+        has_thread: bool = True,
+    ) -> Any:
+        """Begin an RPC in a passage, and return gRPC's call; `has_thread`: whether a thread of gRPC serves it."""
+        if has_thread:
+            self._check_thread(rpc)
+        try:
+            call = begin(sent, timeout=deadline.remaining_s, metadata=self.token.metadata)
+        except ValueError as error:  # grpc's, where `close` comes in between
+            self._check_open(error)
+            raise
+        passage.carry(call, has_thread=has_thread)
+        return call
 
     def leave(self, stream: Any) -> None:
         """Go on without waiting for the end of a stream that has brought all that it should."""
@@ -280,7 +291,7 @@ class Channel:
             may_interrupt: whether a fork of this process may end the block, without an error.
         """
         try:
-            with GATE.passage(operation, may_interrupt=may_interrupt) as passage, _Beginning(self):
+            with GATE.passage(operation, may_interrupt=may_interrupt) as passage:
                 yield passage
         except KeptWaitingError as error:
             raise error.at(self._place_of(rpc, operation)) from None
@@ -297,21 +308,3 @@ class Channel:
     def _place_of(self, rpc: str, operation: Operation) -> str:
         """Return where an RPC fails just now, as errors begin."""
         return f"server at {self.address}, {phase_of(rpc)}, {operation.deadline}"
-
-
-class _Beginning:
-    """Begin an RPC in this block: where `Channel.close` comes in between, grpc raises a plain ValueError."""
-
-    __slots__ = ("_channel",)
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if isinstance(error, ValueError):
-            self._channel._check_open(error)
