@@ -43,25 +43,21 @@ def streaming(
     Returns:
         Yields gRPC's call. A block that ends well leaves it as it is.
     """
-    stream = None
     with interrupts_held_back() as held:
+        if operation.cancellation.wait(0.0):
+            raise NotBegunError
+        stream = channel.stream(rpc, first, rest, operation.deadline, passage)
         try:
-            if operation.cancellation.wait(0.0):
-                raise NotBegunError
-            stream = channel.stream(rpc, first, rest, operation.deadline, passage)
             held.cancel_with(stream.cancel)
             operation.cancellation.add(stream.cancel)
             if channel.is_local and len(first) >= _WORTH_ITS_TEAM_BYTES:
                 end_team()  # its members would spin for milliseconds, on cores that the server computes with
             yield stream
         except (grpc.RpcError, RemoteError):
-            if stream is not None:
-                end(stream)
+            end(stream)
             raise
         except BaseException:  # such as what the handler of another signal than Ctrl-C raises
-            if stream is not None:
-                stream.cancel()
+            stream.cancel()
             raise
         finally:
-            if stream is not None:
-                operation.cancellation.remove(stream.cancel)
+            operation.cancellation.remove(stream.cancel)
