@@ -26,9 +26,9 @@ Rules:
    system: what computes between the moves is not counted, but should not pile up.
 
 State (`_lock` guards all of it, and the fields of all parts): `_resident`, `_transfers`, `_holders`, `_passing`,
-`_known_bytes`, `_is_closed`. Reading and writing happen with the lock released, on parts that are marked so. Ctrl-C
-waits while somebody has the lock, and while he takes parts or lets go of them (`_interrupts`). Its handler may hold
-parts: it runs when no part is marked by its own thread, and no lock held.
+`_known_bytes`. Reading and writing happen with the lock released, on parts that are marked so. Ctrl-C waits while
+somebody has the lock, and while he takes parts or lets go of them (`_interrupts`). Its handler may hold parts: it runs
+when no part is marked by its own thread, and no lock held.
 
 Which parts are in memory and who leaves first is in `parts`, which go with a graph in `passing`, what is read and
 written in `transfers`, in which order in `to_write`, who waits for whom in `holders`, the threads in `background`.
@@ -56,7 +56,7 @@ from moe_autograd.autograd.offload.owners import Places
 from moe_autograd.autograd.offload.parts import Part, Resident
 from moe_autograd.autograd.offload.passing import Passing
 from moe_autograd.autograd.offload.stores import Store
-from moe_autograd.autograd.offload.transfers import Transfers, closed
+from moe_autograd.autograd.offload.transfers import Transfers
 
 T = TypeVar("T")
 
@@ -88,7 +88,6 @@ class Residency:
         self._transfers = Transfers(self._lock, self._resident, store, reader, writer)
         self._holders = Holders()
         self._passing = Passing()
-        self._is_closed = False
         self._apart = Apart(updater)
 
     def __repr__(self) -> str:
@@ -167,7 +166,7 @@ class Residency:
 
     def prefetch(self, parts: Sequence[Part]) -> None:
         """Wish for parts, those needed first before the others. Returns at once; where all is closed, in vain."""
-        if self._is_closed:
+        if self._transfers.is_closed:
             return
         with self._lock:
             for part in parts:
@@ -253,7 +252,7 @@ class Residency:
 
     def flush(self) -> None:
         """Write every changed part to the store."""
-        self._check_is_open()
+        self._transfers.check_is_open()
         with self._lock:
             self._transfers.write_all()
 
@@ -291,7 +290,6 @@ class Residency:
         if self._lock.is_in_fork:
             return
         with self._lock:
-            self._is_closed = True
             self._transfers.begin_no_more()
             self._lock.notify_all()
         self._transfers.close()
@@ -301,12 +299,12 @@ class Residency:
         self, parts: Sequence[Part], while_reading: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self.check_fits(parts)
-        self._check_is_open()
+        self._transfers.check_is_open()
         with self._lock:
             self._put_lost_away()
             since = self._transfers.num_tries
             while not self._try_to_take(parts):
-                self._check_is_open()
+                self._transfers.check_is_open()
                 self._transfers.raise_error(since)
                 with self._holders.waiting(self._lock.num_news):
                     self._check_for_deadlock(parts)
@@ -335,10 +333,6 @@ class Residency:
                 f"{held} of {self.limit_bytes} held by calls that all wait for more. Raise max_resident_bytes, or "
                 "do not checkpoint around experts with num_microbatches."
             )
-
-    def _check_is_open(self) -> None:
-        if self._is_closed:
-            raise closed()
 
     def _try_to_take(self, parts: Sequence[Part]) -> bool:
         """Rule 2: take all parts, and buffers for those that are absent, which the caller reads."""

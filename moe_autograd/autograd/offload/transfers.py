@@ -1,7 +1,7 @@
 """Moves parts between memory and the store: those that are wished for, and those that were changed.
 
 Two threads in the background do so (Rules 3 and 4 of `residency`); whoever cannot wait reads for himself. `Residency`
-has the lock, and holds it where it calls anything here, but for `read` and `close`.
+has the lock, and holds it where it calls anything here, but for `read`, `close`, and to ask whether all is closed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,6 @@ from moe_autograd.autograd.offload.stores import Store
 from moe_autograd.autograd.offload.to_write import ToWrite
 
 
-def closed() -> RuntimeError:
-    """Return the error of whoever uses experts that are closed, or just closing."""
-    return RuntimeError("OffloadedExperts: expected open experts, got closed ones. Build new ones.")
-
-
 class Transfers:
     """Reads and writes parts, which are marked meanwhile; the lock is not held then.
 
@@ -34,6 +29,9 @@ class Transfers:
         store: where the rest is.
         reader: its thread reads.
         writer: its thread writes.
+
+    Attributes:
+        is_closed: whether nothing is begun any more.
     """
 
     def __init__(
@@ -45,7 +43,7 @@ class Transfers:
         self.num_tries = 0  # to write a part, one after the other
         self._failed_try = 0  # the last that failed, as `num_tries` was then
         self._error: BaseException | None = None  # of that
-        self._is_closed = False
+        self.is_closed = False
         device = resident.buffers.device
         self._reader = Mover(reader, lock, self._next_wish, self._grant, device)
         self._writer = Mover(writer, lock, self._next_to_write, self._write, device)
@@ -59,6 +57,11 @@ class Transfers:
     def is_any_busy(self) -> bool:
         """Whether any part is being read or written."""
         return any(part.is_busy for part in self._resident)
+
+    def check_is_open(self) -> None:
+        """Raise `RuntimeError` for whoever uses experts that are closed, or just closing."""
+        if self.is_closed:
+            raise RuntimeError("OffloadedExperts: expected open experts, got closed ones. Build new ones.")
 
     def raise_error(self, since: int) -> None:
         """Tell of a write that failed, if it began after `num_tries` was so much.
@@ -133,7 +136,7 @@ class Transfers:
 
     def start_reading(self) -> None:
         """Read what is wished for, as long as there is room."""
-        if self._wishes and not self._is_closed:
+        if self._wishes and not self.is_closed:
             self._reader.start()
 
     def _next_wish(self) -> Part | None:
@@ -158,7 +161,7 @@ class Transfers:
 
     def start_writing(self) -> None:
         """Write what is to be written now."""
-        if self.to_write.has_next and not self._is_closed:
+        if self.to_write.has_next and not self.is_closed:
             self._writer.start()
 
     def write_all(self) -> None:
@@ -173,8 +176,8 @@ class Transfers:
                 self.to_write.add_though_held(part)
         self.start_writing()
         while self._failed_try <= since and (self.to_write.has_some_though_held or self.is_any_busy):
-            if self._is_closed and not self._writer.is_moving:  # nobody will write the rest
-                raise closed()
+            if not self._writer.is_moving:  # nobody will write the rest, if all is closed
+                self.check_is_open()
             self._lock.wait_awhile()
             self._lock.let_through()
         self.raise_error(since)
@@ -212,7 +215,7 @@ class Transfers:
 
     def begin_no_more(self) -> None:
         """Go on with what is being read and written, and with what is to be written at once."""
-        self._is_closed = True
+        self.is_closed = True
         self._wishes.clear()
 
     def close(self) -> None:
