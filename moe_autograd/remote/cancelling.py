@@ -13,6 +13,10 @@ class Cancellation:
     """What is under way, so that it can be cancelled from another thread: of one operation, or several operations.
 
     `_bell` is a lock that is held until then: an interrupt that comes in an event leaves it locked for ever.
+
+    Attributes:
+        is_cancelled: whether it was.
+        reason: why; empty, if none was given.
     """
 
     def __init__(self) -> None:
@@ -20,14 +24,14 @@ class Cancellation:
         self._cancels: set[Callable[[], object]] = set()
         self._bell = threading.Lock()
         self._bell.acquire()
-        self._is_cancelled = False
+        self.is_cancelled = False
         self.reason = ""
 
     def add(self, cancel: Callable[[], object]) -> None:
         """Have `cancel` called if the operation is cancelled; at once if it has been."""
         with self._lock:
             self._cancels.add(cancel)
-        if self._is_cancelled:
+        if self.is_cancelled:
             cancel()
 
     def remove(self, cancel: Callable[[], object]) -> None:
@@ -38,15 +42,15 @@ class Cancellation:
     @property
     def is_unwanted(self) -> bool:
         """Whether it was cancelled without a reason of its own: by `close`, with its task, or by Ctrl-C."""
-        return self._is_cancelled and not self.reason
+        return self.is_cancelled and not self.reason
 
     def cancel(self, reason: str = "") -> None:
         """Cancel all that is under way, and whatever may be added; the first `reason` says why, if one is given."""
         with interrupts_held_back():  # a second Ctrl-C would leave the rest, or a lock of grpc's locked
             with self._lock:
-                if not self._is_cancelled:
+                if not self.is_cancelled:
                     self.reason = reason
-                    self._is_cancelled = True
+                    self.is_cancelled = True
                     self._bell.release()
                 cancels = tuple(self._cancels)
             for cancel in cancels:
@@ -54,9 +58,9 @@ class Cancellation:
 
     def wait(self, pause_s: float) -> bool:
         """Pause; return at once with True if the operation is cancelled."""
-        if not self._is_cancelled and pause_s > 0 and wait(self._hear, pause_s):
+        if not self.is_cancelled and pause_s > 0 and wait(self._hear, pause_s):
             self._bell.release()  # for others that wait
-        return self._is_cancelled
+        return self.is_cancelled
 
     def _hear(self, pause_s: float) -> bool:
         return self._bell.acquire(timeout=pause_s)

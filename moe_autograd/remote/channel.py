@@ -192,7 +192,7 @@ class Channel:
         """
         begin = self._stubs_now().request_stream[rpc].future
         with self.our_errors(rpc, operation) as passage, interrupts_held_back() as held:
-            if operation.cancellation.wait(0.0):
+            if operation.cancellation.is_cancelled:
                 raise NotBegunError
             call = self._begin(rpc, begin, messages, operation.deadline, passage)
             held.cancel_with(call.cancel)

@@ -197,7 +197,7 @@ class Delivery:
         outcomes = exchange(self._channel(address), rpc, requests, operation)
         for job, outcome in zip(jobs, outcomes, strict=True):
             job.outcome = outcome
-        if not operation.cancellation.wait(0.0):  # else it has failed here, and not there
+        if not operation.cancellation.is_cancelled:  # else it has failed here, and not there
             self._note_outcomes(address, outcomes)
 
     def _elsewhere(self, address: str, rpc: str, jobs: Sequence[Job]) -> list[str | None]:
@@ -298,7 +298,7 @@ class Delivery:
                     raise error_of_lost(place, lost[address])
                 return [errand.once(self._channel(address), own, operation)]
             except RemoteError as error:
-                if isinstance(error, ServerUnavailableError) and not operation.cancellation.wait(0.0):
+                if isinstance(error, ServerUnavailableError) and not operation.cancellation.is_cancelled:
                     # else the next operation would not look for it
                     self.finding.placement.note_failure(address)
                 is_looked_for = self._is_looked_for(error, own, attempts)

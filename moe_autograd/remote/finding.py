@@ -152,7 +152,7 @@ class Finding:
         asked = dict.fromkeys(self.servers.addresses)
         replies: dict[str, pb.InfoReply] = {}
         results = self._looking.at_each(asked, info, operation.cancellation)
-        if operation.cancellation.wait(0.0):  # nobody was given the time
+        if operation.cancellation.is_cancelled:  # nobody was given the time
             return errors | {address: r for address, r in results.items() if isinstance(r, Exception)}
         for address, result in results.items():
             if isinstance(result, Exception):

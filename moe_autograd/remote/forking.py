@@ -65,7 +65,7 @@ class KeptWaitingError(Exception):
     def at(self, place: str) -> RemoteError:
         """Return our error for it; `place` says whose RPC it was."""
         while_forking = f"{place}: expected to wait until another thread has forked"
-        if self._cancellation is None or not self._cancellation.wait(0.0):
+        if self._cancellation is None or not self._cancellation.is_cancelled:
             return DeadlineExceededError(f"{while_forking}, got no end of that in time. Nothing was sent.")
         if self._cancellation.reason:
             return StragglerError(f"{place}: {self._cancellation.reason}")
@@ -212,8 +212,7 @@ class Gate:
         try:
             self._waiting[id(passage)] = passage
             while not self._try_let_in(passage):
-                is_cancelled = operation.cancellation.wait(0.0)
-                if is_cancelled or not passage.hears(operation.deadline.remaining_s):
+                if operation.cancellation.is_cancelled or not passage.hears(operation.deadline.remaining_s):
                     raise KeptWaitingError(operation)
         finally:
             self._waiting.pop(id(passage), None)

@@ -187,7 +187,7 @@ class Hedging:
         finally:
             operation.cancellation.remove(cancel)
             race.leave(leg, failure)
-        is_cancelled = leg.cancellation.wait(0.0)
+        is_cancelled = leg.cancellation.is_cancelled
         if not is_cancelled:
             self._note(leg.address, list(leg.outcomes.values()))
         if is_cancelled or any(outcome.error is None for outcome in leg.outcomes.values()):

@@ -44,7 +44,7 @@ def streaming(
         Yields gRPC's call. A block that ends well leaves it as it is.
     """
     with interrupts_held_back() as held:
-        if operation.cancellation.wait(0.0):
+        if operation.cancellation.is_cancelled:
             raise NotBegunError
         stream = channel.stream(rpc, first, rest, operation.deadline, passage)
         try:

@@ -74,7 +74,7 @@ class Turns:
                 has_begun = self._try_begin(own)
                 with section.opened():
                     hindrance = None if has_begun else self._wait(own, rpc, operation)
-                    if operation.cancellation.wait(0.0):
+                    if operation.cancellation.is_cancelled:
                         raise ServerUnavailableError(
                             f"{_place(own, rpc, operation)}: expected to be waited for, got cancelled: the connection "
                             "was closed, or a task. Nothing was changed."
