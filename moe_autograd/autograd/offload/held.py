@@ -174,11 +174,10 @@ class HeldExpert(HeldModule):
 
     def gather(self, grads: dict[str, Tensor | None]) -> None:
         """Add gradients to those gathered so far; the part is held."""
-        assert self.gradients.buffer is not None
         with self._lock, torch.no_grad():
             if self.updates_on_backward:
                 self._update_in_this_backward()
-            views = self.gradients.layout.views(self.gradients.buffer)
+            views = self.gradients.views()
             for name, grad in grads.items():
                 if grad is None:
                     continue
@@ -228,8 +227,7 @@ class HeldExpert(HeldModule):
 
     def _update(self) -> None:
         assert self._optimizer is not None
-        assert self.gradients.buffer is not None
-        views = self.gradients.layout.views(self.gradients.buffer)
+        views = self.gradients.views()
         self.is_updated = True  # also if it raises: nobody knows how far it came
         try:
             self._optimizer.step({name: views[name] for name in self.with_gradient})
@@ -258,7 +256,7 @@ class HeldExpert(HeldModule):
             RuntimeError: one has another shape or dtype; it is as it was before.
         """
         assert self.weights.buffer is not None
-        views = self.weights.layout.views(self.weights.buffer)
+        views = self.weights.views()
         replaced = {name: t.detach() for name, t in self.tensors.items() if not is_same(t, views[name])}
         if not replaced:
             return
@@ -324,8 +322,7 @@ class HeldExpert(HeldModule):
         if not self.with_gradient:
             return dict.fromkeys(self.parameters)
         with self.residency.hold([self.gradients]):
-            assert self.gradients.buffer is not None
-            views = self.gradients.layout.views(self.gradients.buffer)
+            views = self.gradients.views()
             return {n: views[n].cpu().clone() if n in self.with_gradient else None for n in self.parameters}
 
     def forget_cleared_state(self) -> None:

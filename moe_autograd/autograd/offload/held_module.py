@@ -171,12 +171,11 @@ class HeldModule:
         A graph may have what was put there, and what was there before: the one stays as it is, the other is copied.
         So may the module: its views of the one follow it into the part, those of the other leave.
         """
-        assert self.weights.buffer is not None
         replaced = {n: t for n, t in tensors.items() if t is not self.tensors[n]}
         values = {name: tensor.detach().clone() for name, tensor in replaced.items()}
         for saved in [saved for name in replaced for saved in self.saved_by_place[name]]:
             saved.keep()
-        views, moves = self.weights.layout.views(self.weights.buffer), list[tuple[Tensor, Tensor]]()
+        views, moves = self.weights.views(), list[tuple[Tensor, Tensor]]()
         for name, tensor in replaced.items():
             if name not in self.parameters:
                 moves += self._succeed(name, tensor, views[name])

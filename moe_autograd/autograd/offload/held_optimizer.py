@@ -125,7 +125,7 @@ class HeldOptimizer:
                 self._put_aside = {name: tensor.clone() for name, tensor in tensors.items()}
                 return
             assert self.part.buffer is not None
-            views = self.part.layout.views(self.part.buffer)
+            views = self.part.views()
             replaced = {name: t for name, t in tensors.items() if not is_same(t, views[name])}
             # All first: two may have changed places.
             values = {name: t.clone() if lies_in(t, self.part.buffer) else t for name, t in replaced.items()}

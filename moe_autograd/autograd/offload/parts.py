@@ -53,6 +53,11 @@ class Part:
         """Whether its buffer is being read into or written from."""
         return self.is_reading or self.is_writing
 
+    def views(self) -> dict[str, torch.Tensor]:
+        """Return the tensors as they lie in its buffer, while it is resident."""
+        assert self.buffer is not None
+        return self.layout.views(self.buffer)
+
     def same_as_stored(self) -> None:
         """Say that it was read."""
         self._count = self._count_changes()

@@ -151,8 +151,7 @@ class Residency:
         """
         copies = {name: tensor.detach() for name, tensor in tensors.items()}
         with self.hold([part]):
-            assert part.buffer is not None
-            for name, view in part.layout.views(part.buffer).items():
+            for name, view in part.views().items():
                 view.copy_(copies[name])
             self.changed(part)
         del copies

@@ -122,8 +122,7 @@ class MovedActivations:
         part = self._residency.add_passing(Layout.of(self._tensors))
         weakref.finalize(self, self._residency.lose_passing, part)
         with self._residency.hold([part]):
-            assert part.buffer is not None
-            for name, view in part.layout.views(part.buffer).items():
+            for name, view in part.views().items():
                 view.copy_(self._tensors[name])
             self._residency.changed(part)
         self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
@@ -136,8 +135,7 @@ class MovedActivations:
             found = self._tensors[name]
             now = found._version
         else:
-            assert self.part.buffer is not None
-            found, now = self.part.layout.views(self.part.buffer)[name], self._versions[name]
+            found, now = self.part.views()[name], self._versions[name]
         _check_version("a tensor", tuple(found.shape), now, version)
         return found
 
