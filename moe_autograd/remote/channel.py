@@ -70,8 +70,8 @@ class Channel:
     def __init__(
         self,
         address: str,
-        *,
         authority: str | None = None,
+        *,
         token: Token | None = None,
         certificates: Certificates | None = None,
         server_name: str | None = None,

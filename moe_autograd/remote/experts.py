@@ -99,10 +99,10 @@ def connect(
         timeout_s,
         retry or RetryPolicy(),
         Encodings(Compression.of(compression)),
-        (hedge if isinstance(hedge, HedgePolicy) else HedgePolicy()) if hedge else None,
+        HedgePolicy() if hedge is True else hedge or None,
     )
     open_channel = functools.partial(
-        _open_channel,
+        Channel,
         token=Token(token),
         certificates=None if tls is None else Certificates(tls),
         server_name=None if tls is None else tls.server_name,
@@ -128,11 +128,6 @@ def _merged(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
             f"config {str(file)!r}, key {name!r}: expected it in the file or as an argument, got both. Leave one out."
         )
     return settings | added
-
-
-def _open_channel(address: str, given: str, **shared: Any) -> Channel:
-    """Open a channel to an address with a number; certificates are in the name that the user gave."""
-    return Channel(address, authority=given, **shared)
 
 
 class RemoteExperts(Mapping[str, RemoteExpert]):

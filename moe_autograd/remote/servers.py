@@ -44,7 +44,8 @@ class Servers:
 
     Args:
         given: the addresses, each `host:port`.
-        open_channel: given an address with a number and the one that it stands behind, returns a channel.
+        open_channel: given an address with a number and the one that it stands behind, whose name certificates have,
+            returns a channel.
     """
 
     def __init__(self, given: Sequence[str], open_channel: Callable[[str, str], Channel]) -> None:
