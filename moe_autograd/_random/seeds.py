@@ -112,8 +112,7 @@ class CallSeeds:
 
     def let_go(self) -> None:
         """Let others take the base."""
-        known = None if self._base is None else _apart.get(self._base)
-        if self._base is not None and known is not None and known() is self:
+        if self._base is not None and (known := _apart.get(self._base)) is not None and known() is self:
             del _apart[self._base]
 
     def seed_of(self, index: int) -> int:
@@ -160,7 +159,7 @@ class CallSeeds:
         """Advance the caller's stream, as a call has drawn; once. The base, if none is known, is what that gives."""
         self._decide(self._note_drawn)
 
-    def _decide(self, step: Callable[[], None]) -> None:
+    def _decide(self, step: Callable[[], object]) -> None:
         """Take a step while no other call takes one.
 
         What it makes may have garbage collected here. A finalizer may draw, read states or make a map, whose calls on
@@ -175,15 +174,14 @@ class CallSeeds:
         finally:
             running.seeds = seeds
 
-    def _settle_base(self) -> None:
+    def _settle_base(self) -> int:
         if self._base is None:
             self._base = self._take_base()
+        return self._base
 
     def _promise(self, own: object) -> None:
         self._promises.add(own)
-        if self._base is None:
-            self._base = self._take_base()
-        _promised.setdefault(self._base, self)
+        _promised.setdefault(self._settle_base(), self)
 
     def _note_drawn(self) -> None:
         if not self.has_drawn:
