@@ -11,16 +11,13 @@ come when grpc
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # of CPython and PyPy; typeshed leaves it out
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-# What `signal` is made of, without the enums around it: looking up a handler that is a function in an enum of constants
-# takes 2 us, and there are three such looks for each stream.
-_get_handler, _set_handler = _signal.getsignal, _signal.signal
+from moe_autograd._interrupts import get_handler, set_handler
 
 
 class interrupts_held_back:
@@ -52,10 +49,10 @@ class interrupts_held_back:
             self._frame = None
 
     def _hold(self) -> None:
-        handler = _get_handler(signal.SIGINT)
+        handler = get_handler(signal.SIGINT)
         self._handler = handler if callable(handler) else None
         if self._handler is not None:
-            _set_handler(signal.SIGINT, self._handle)
+            set_handler(signal.SIGINT, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._cancel is None:
@@ -63,7 +60,7 @@ class interrupts_held_back:
             return
         try:
             try:
-                _set_handler(signal.SIGINT, self._handler)  # which may look who handles it, and let others do
+                set_handler(signal.SIGINT, self._handler)  # which may look who handles it, and let others do
                 self._handler(number, frame)
             finally:
                 self._hold()
@@ -75,7 +72,7 @@ class interrupts_held_back:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._handler is not None:
-            _set_handler(signal.SIGINT, self._handler)
+            set_handler(signal.SIGINT, self._handler)
         if self._came:
             frame, self._frame = self._frame, None
             self._handler(signal.SIGINT, frame)
