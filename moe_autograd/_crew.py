@@ -113,8 +113,7 @@ class Crew:
         # That many have intra-op threads of their own: where there are more cores than calls, each gets several.
         self._most_shares = num_cores() if even_shares else min(num_cores(), limit)
         self._callers_team = get_team_size()
-        self._team_size = self._callers_team.num_threads
-        self._smallest_share = max(1, self._team_size // self._most_shares)
+        self._smallest_share = max(1, self._callers_team.num_threads // self._most_shares)
         self._num_calls = len(order)
         self._num_running = 1
         self._came: list[None] = []  # one for each thread that came to a call
@@ -197,7 +196,7 @@ class Crew:
                 return
             # The first call may get company while it runs, and then has the smallest share; later ones know.
             side_by_side = self._num_running if team_size and not self._even_shares else most
-            share = smallest if side_by_side >= most else self._team_size // side_by_side
+            share = smallest if side_by_side >= most else self._callers_team.num_threads // side_by_side
             if share != team_size:
                 set_team_size(share)
                 team_size = share
