@@ -277,7 +277,7 @@ class _Stream:
 
     def _place(self, index: int) -> str:
         line, name = self._line, self._requests[index].expert
-        return f"expert {name!r} at {line.channel.address}, {line.rpc.lower()}, {line.operation.deadline}"
+        return line.operation.place(f"expert {name!r} at {line.channel.address}", line.rpc)
 
     def fail_the_rest(self, error_at: Callable[[str], RemoteError]) -> None:
         """Let calls without an outcome fail, with the error that `error_at` returns for the place of each."""

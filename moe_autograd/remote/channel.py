@@ -29,7 +29,7 @@ from moe_autograd.remote.ends import LeftStreams, NotBegunError
 from moe_autograd.remote.forking import GATE, KeptWaitingError, Passage
 from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.link import Link, Stubs
-from moe_autograd.remote.operations import Operation
+from moe_autograd.remote.operations import Operation, phase_of
 from moe_autograd.remote.security import Certificates, Token
 from moe_autograd.wire.addresses import is_local
 from moe_autograd.wire.framing import seal, unseal
@@ -41,13 +41,6 @@ _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.St
 _TELL_TIMEOUT_S = 5.0
 
 ReplyT = TypeVar("ReplyT", bound=Message)
-
-_PHASES = {"ZeroGrad": "zero_grad", "GetState": "state_dict", "SetState": "load_state_dict"}
-
-
-def phase_of(rpc: str) -> str:
-    """Return what errors call an RPC: as users do."""
-    return _PHASES.get(rpc, rpc.lower())
 
 
 class Channel:
@@ -294,17 +287,13 @@ class Channel:
             with GATE.passage(operation, may_interrupt=may_interrupt) as passage:
                 yield passage
         except KeptWaitingError as error:
-            raise error.at(self._place_of(rpc, operation)) from None
+            raise error.at(operation.place(f"server at {self.address}", rpc)) from None
         except grpc.RpcError as error:
             if passage.is_interrupted:
                 return
             error.with_traceback(None)  # whose frames know it: the exception must not hold itself
             self.note_failure(error)
-            raise self.error_of_call(error, self._place_of(rpc, operation)) from error
+            raise self.error_of_call(error, operation.place(f"server at {self.address}", rpc)) from error
         except CorruptDataError as error:
-            place = self._place_of(rpc, operation)
+            place = operation.place(f"server at {self.address}", rpc)
             raise CorruptDataError(f"{place}: {error}") from error.__cause__ or error
-
-    def _place_of(self, rpc: str, operation: Operation) -> str:
-        """Return where an RPC fails just now, as errors begin."""
-        return f"server at {self.address}, {phase_of(rpc)}, {operation.deadline}"

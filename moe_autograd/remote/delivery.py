@@ -34,7 +34,7 @@ from moe_autograd.errors import (
     ServerUnavailableError,
 )
 from moe_autograd.remote.calls import Outcome, exchange
-from moe_autograd.remote.channel import Channel, phase_of
+from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.compression import Encodings
 from moe_autograd.remote.fanout import Fanout, attempt, values_or_raise
 from moe_autograd.remote.finding import Finding
@@ -147,7 +147,7 @@ class Delivery:
         while True:
             for address, group in by_address(jobs).items():
                 if address in lost:
-                    note_lost(group, f"{address}, {rpc.lower()}, {operation.deadline}", lost[address])
+                    note_lost(group, rpc, operation, lost[address])
                 else:
                     self._send(address, rpc, group, operation)
             jobs = self._to_repeat(jobs, attempts, lost, operation)
@@ -294,8 +294,7 @@ class Delivery:
                     attempts.note_there()
             try:
                 if address in lost:
-                    place = f"server at {address}, {phase_of(errand.rpc)}, {operation.deadline}"
-                    raise error_of_lost(place, lost[address])
+                    raise error_of_lost(operation.place(f"server at {address}", errand.rpc), lost[address])
                 return [errand.once(self._channel(address), own, operation)]
             except RemoteError as error:
                 if isinstance(error, ServerUnavailableError) and not operation.cancellation.is_cancelled:

@@ -146,7 +146,7 @@ class Hedging:
             race.wait_until_over(operation.deadline.remaining_s)
         finally:
             race.cancel()
-        return race.results(address, operation.deadline)
+        return race.results(address, operation)
 
     def close(self) -> None:
         """Let the threads go when they are done."""
@@ -223,11 +223,10 @@ def _wants_nothing(forward: ForwardHead, num_outputs: int) -> BackwardHead:
     )
 
 
-def _late(request: Request, address: str, deadline: Deadline) -> Outcome:
-    late = (
-        f"expert {request.expert!r} at {address}, forward, {deadline}: expected an answer, got none in time."
-    )
-    return Outcome(error=DeadlineExceededError(f"{late} Is the server overloaded?"), was_answered=False)
+def _late(request: Request, address: str, operation: Operation) -> Outcome:
+    place = operation.place(f"expert {request.expert!r} at {address}", "Forward")
+    late = f"{place}: expected an answer, got none in time. Is the server overloaded?"
+    return Outcome(error=DeadlineExceededError(late), was_answered=False)
 
 
 @dataclass(eq=False)
@@ -303,12 +302,12 @@ class _Race:
         for leg in legs:
             leg.cancellation.cancel()
 
-    def results(self, address: str, deadline: Deadline) -> list[tuple[str, Outcome]]:
+    def results(self, address: str, operation: Operation) -> list[tuple[str, Outcome]]:
         """Return who answered each call, and what; the first request's error where nobody did.
 
         Args:
             address: whom the first request went to.
-            deadline: of the operation; where it has passed, requests may be under way that have not noticed yet.
+            operation: where its deadline has passed, requests may be under way that have not noticed yet.
         """
         with self._lock:
             found = dict(self._winners)
@@ -320,7 +319,7 @@ class _Race:
                 raise self._failure
             for index, request in enumerate(self._requests):
                 if index not in found:
-                    found[index] = address, _late(request, address, deadline)
+                    found[index] = address, _late(request, address, operation)
             return [found[index] for index in range(len(self._requests))]
 
     def lost_by(self, leg: _Leg) -> list[tuple[Request, int]]:

@@ -16,6 +16,7 @@ from moe_autograd.errors import RemoteError, ServerUnavailableError
 from moe_autograd.remote.calls import Outcome, Request
 from moe_autograd.remote.cancelling import Cancellation
 from moe_autograd.remote.fanout import raise_first
+from moe_autograd.remote.operations import Operation
 
 _NOT_YET = Outcome()  # shared: what becomes of a job takes its place
 
@@ -68,11 +69,11 @@ def _attended(
         yield
 
 
-def note_lost(jobs: Sequence[Job], place: str, reason: Exception) -> None:
-    """Let jobs fail since their server is lost; `place` names it and `reason` says why."""
+def note_lost(jobs: Sequence[Job], rpc: str, operation: Operation, reason: Exception) -> None:
+    """Let jobs fail since their server is lost; `reason` says why."""
     for job in jobs:
-        error = error_of_lost(f"expert {job.request.expert!r} at {place}", reason)
-        job.outcome = Outcome(error=error, was_answered=False)
+        place = operation.place(f"expert {job.request.expert!r} at {job.address}", rpc)
+        job.outcome = Outcome(error=error_of_lost(place, reason), was_answered=False)
 
 
 def note_failures(jobs: Sequence[Job], phase: str, failures: Failures | None) -> None:

@@ -15,6 +15,13 @@ from moe_autograd.remote.awaiting import SCOPE
 from moe_autograd.remote.cancelling import Cancellation
 from moe_autograd.remote.deadline import Deadline
 
+_PHASES = {"ZeroGrad": "zero_grad", "GetState": "state_dict", "SetState": "load_state_dict"}
+
+
+def phase_of(rpc: str) -> str:
+    """Return what errors call an RPC: as users do."""
+    return _PHASES.get(rpc, rpc.lower())
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -26,6 +33,10 @@ class Operation:
     def part(self, timeout_s: float) -> Operation:
         """Return a part of it, of so many seconds from now on, and not after its end."""
         return Operation(self.deadline.part(timeout_s), self.cancellation)
+
+    def place(self, whose: str, rpc: str) -> str:
+        """Return where an RPC of it is just now, as errors begin: `expert 'ffn.3' at a:1, step, after 2.0 s (...)`."""
+        return f"{whose}, {phase_of(rpc)}, {self.deadline}"
 
 
 class UnderWay:

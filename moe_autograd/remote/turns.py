@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from moe_autograd._interrupts import uninterrupted, unwindable
 from moe_autograd._waiting import get
 from moe_autograd.errors import DeadlineExceededError, RemoteError, ServerUnavailableError
-from moe_autograd.remote.channel import phase_of
 from moe_autograd.remote.operations import Operation
 
 
@@ -121,4 +120,4 @@ class Turns:
 
 def _place(own: _Turn, rpc: str, operation: Operation) -> str:
     names = ", ".join(map(repr, own.names))
-    return f"experts {names}, {phase_of(rpc)}, {operation.deadline}"
+    return operation.place(f"experts {names}", rpc)

@@ -30,12 +30,12 @@ from moe_autograd._interrupts import uninterrupted, unwinding
 from moe_autograd.errors import CorruptDataError, RemoteError
 from moe_autograd.remote.asking import ask
 from moe_autograd.remote.calls import without_name
-from moe_autograd.remote.channel import Channel, phase_of
+from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.delivery import Delivery
 from moe_autograd.remote.fanout import raise_first
 from moe_autograd.remote.jobs import Job
 from moe_autograd.remote.numbering import Numbering
-from moe_autograd.remote.operations import Operation
+from moe_autograd.remote.operations import Operation, phase_of
 from moe_autograd.remote.turns import Turns
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.gathered import MAX_UNSURE, digest_of
@@ -263,6 +263,6 @@ def check_updates(
     for update in reply.updates:
         if update.status.code != pb.OK:
             update.status.message = without_name(update.status.message, update.expert)
-            place = f"expert {update.expert!r} at {channel.address}, {phase_of(rpc)}, {operation.deadline}"
+            place = operation.place(f"expert {update.expert!r} at {channel.address}", rpc)
             errors.append(error_of(update.status, place))
     raise_first(errors, "experts of this server")
