@@ -137,6 +137,10 @@ def send_states(
     Raises:
         TypeError: what is given is no tensor, or one that cannot travel; nothing was sent then.
     """
+    writer = ParcelWriter()
+    head = pb.StateUpdate(num_entries=sum(map(len, states.values())))
+    head.MergeFrom(update)
+    writer.add(head)
     for name, state in states.items():
         for key, tensor in state.items():
             if not isinstance(tensor, Tensor):
@@ -148,12 +152,6 @@ def send_states(
                 check_can_travel(tensor)
             except TypeError as error:
                 raise TypeError(f"expert {name!r}, state of {key!r}: {error}") from error
-    writer = ParcelWriter()
-    head = pb.StateUpdate(num_entries=sum(map(len, states.values())))
-    head.MergeFrom(update)
-    writer.add(head)
-    for name, state in states.items():
-        for key, tensor in state.items():
             writer.add(pb.StateEntry(expert=name, key=key), [tensor])
     messages = iter(writer.next_message, None)
     return channel.upload("SetState", messages, pb.UpdateReply, operation)
