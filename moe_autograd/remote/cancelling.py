@@ -58,7 +58,7 @@ class Cancellation:
 
     def wait(self, pause_s: float) -> bool:
         """Pause; return at once with True if the operation is cancelled."""
-        if not self.is_cancelled and pause_s > 0 and wait(self._hear, pause_s):
+        if not self.is_cancelled and wait(self._hear, pause_s):
             self._bell.release()  # for others that wait
         return self.is_cancelled
 
