@@ -26,7 +26,8 @@ def drawing_in_backwards() -> Callable[[int], Drawing]:
     """
     if running.places is None:
         return lambda _: contextlib.nullcontext
-    return functools.partial(functools.partial, _drawing, object())
+    together = object()
+    return lambda index: functools.partial(_drawing, together, index)
 
 
 @unwindable
