@@ -20,7 +20,6 @@ from moe_autograd._ambient import is_recorded, refuse_transforms
 from moe_autograd.autograd.anchors import stands_for_none
 from moe_autograd.autograd.in_objects import tensors_in_objects
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
-from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.walks import walk
 from moe_autograd.autograd.wrapped_hooks import innermost
 from moe_autograd.errors import UnsupportedTransformError
@@ -228,17 +227,6 @@ def check_not_cached(name: str, put_there: Mapping[Any, weakref.ref[Tensor]]) ->
             f"{name}: expected one call within parametrize.cached(), got another one (a micro-batch counts, and a "
             "second run in the backward), which would share a graph with the first. Enter parametrize.cached() within "
             "the expert's forward."
-        )
-
-
-def check_fits(parts: Sequence[Part], limit_bytes: int) -> None:
-    """Raise `ValueError` if these parts can never be held together."""
-    needed = sum(part.layout.num_bytes for part in parts)
-    if not needed <= limit_bytes:  # so is a limit that is NaN
-        sizes = ", ".join(f"{part.name}: {part.layout.num_bytes}" for part in parts)
-        raise ValueError(
-            f"OffloadedExperts: expected max_resident_bytes of at least {needed}, what one expert needs at once "
-            f"({sizes}), got {limit_bytes}. Allow more, or make experts or micro-batches smaller."
         )
 
 

@@ -47,7 +47,6 @@ import torch
 from moe_autograd._interrupts import uninterrupted, unwindable
 from moe_autograd.autograd.offload.apart_streams import on_stream
 from moe_autograd.autograd.offload.background import Apart, begun_threads
-from moe_autograd.autograd.offload.checks import check_fits
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.freed_memory import give_back_freed_memory
 from moe_autograd.autograd.offload.guard import Guard
@@ -96,7 +95,13 @@ class Residency:
 
     def check_fits(self, parts: Sequence[Part]) -> None:
         """Raise `ValueError` if these parts can never be held together."""
-        check_fits(parts, self.limit_bytes)
+        needed = sum(part.layout.num_bytes for part in parts)
+        if not needed <= self.limit_bytes:  # so is a limit that is NaN
+            sizes = ", ".join(f"{part.name}: {part.layout.num_bytes}" for part in parts)
+            raise ValueError(
+                f"OffloadedExperts: expected max_resident_bytes of at least {needed}, what one expert needs at once "
+                f"({sizes}), got {self.limit_bytes}. Allow more, or make experts or micro-batches smaller."
+            )
 
     def add(self, part: Part) -> Part:
         """Count a part among those that want room."""
