@@ -25,8 +25,7 @@ class Guard:
         self._process = os.getpid()
         # Reentrant, as its own thread is not to wait, but to be told.
         self._condition = threading.Condition(threading.RLock())
-        self._is_entered = False
-        self._section = uninterrupted()  # of who has it
+        self._section: uninterrupted | None = None  # of who has it
         self.num_news = 0
 
     @property
@@ -48,8 +47,8 @@ class Guard:
             )
 
     def __exit__(self, *exc_info: object) -> None:
-        section = self._section
-        self._is_entered = False
+        section, self._section = self._section, None
+        assert section is not None
         self._condition.release()
         section.__exit__()
 
@@ -61,8 +60,8 @@ class Guard:
         section = uninterrupted()
         section.__enter__()
         if self._condition.acquire(blocking):
-            if not self._is_entered:
-                self._section, self._is_entered = section, True
+            if self._section is None:
+                self._section = section
                 return True
             self._condition.release()  # its own thread has it
         section.__exit__()
@@ -70,13 +69,13 @@ class Guard:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for news, the lock released meanwhile; return whether there are any."""
-        section, num_news = self._section, self.num_news
-        self._is_entered = False
+        num_news = self.num_news
+        section, self._section = self._section, None
         try:
             # there may be some between a wait that is over in vain and the lock
             return self._condition.wait(timeout_s) or self.num_news != num_news
         finally:
-            self._section, self._is_entered = section, True  # others have had the lock
+            self._section = section  # others have had the lock
 
     def wait_awhile(self) -> None:
         """Wait for news; on the main thread, which runs the handlers of signals, not for long (`_waiting`).
@@ -90,14 +89,13 @@ class Guard:
         """Run the handler of Ctrl-C now, if it waits, the lock released meanwhile: it may want what that guards."""
         if threading.current_thread() is not threading.main_thread():
             return
-        section = self._section
-        self._is_entered = False
+        section, self._section = self._section, None
         self._condition.release()
         try:
             let_through()
         finally:
             self._condition.acquire()
-            self._section, self._is_entered = section, True
+            self._section = section
 
     def notify_all(self) -> None:
         """Tell all who wait that there are news."""
