@@ -85,7 +85,6 @@ class Operations:
         self._timeout_s = timeout_s
         self._all = Cancellation()  # of what is under way
         self._process = os.getpid()
-        self._is_open = True
 
     @property
     def is_here(self) -> bool:
@@ -104,7 +103,7 @@ class Operations:
                 f"connection to {', '.join(self._given)}: expected to be used in the process that made it, "
                 f"{self._process}, got {os.getpid()}, its fork. A fork cannot share a connection: connect anew in it."
             )
-        if not self._is_open:
+        if self._all.is_cancelled:
             raise CallCancelledError(
                 f"connection to {', '.join(self._given)}: expected an open connection, got a closed one. "
                 "Call experts within the block of `connect`."
@@ -114,7 +113,6 @@ class Operations:
 
     def close(self) -> None:
         """Cancel what is under way; nothing is begun any more."""
-        self._is_open = False
         self._all.cancel()
 
     def __repr__(self) -> str:
