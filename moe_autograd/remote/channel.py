@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -25,22 +25,20 @@ from moe_autograd._interrupts import uninterrupted
 from moe_autograd.errors import CorruptDataError, DeadlineExceededError, RemoteError, ServerUnavailableError
 from moe_autograd.remote.compression import Compression, Encodings
 from moe_autograd.remote.deadline import Deadline
-from moe_autograd.remote.ends import LeftStreams, NotBegunError
+from moe_autograd.remote.ends import LeftStreams
 from moe_autograd.remote.forking import GATE, KeptWaitingError, Passage
 from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.link import Link, Stubs
 from moe_autograd.remote.operations import Operation, phase_of
 from moe_autograd.remote.security import Certificates, Token
 from moe_autograd.wire.addresses import is_local
-from moe_autograd.wire.framing import seal, unseal
+from moe_autograd.wire.framing import seal
 from moe_autograd.wire.status import error_of_rpc
 from moe_autograd.wire.tensors import TensorLimits
 
 _REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.DATA_LOSS)
 _TELL_TIMEOUT_S = 5.0
-
-ReplyT = TypeVar("ReplyT", bound=Message)
 
 
 class Channel:
@@ -175,31 +173,6 @@ class Channel:
         for call in [*self._told]:
             with contextlib.suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
                 call.result(max(0.0, until_s - time.monotonic()))
-
-    def upload(
-        self, rpc: str, messages: Iterator[bytes], reply_class: type[ReplyT], operation: Operation
-    ) -> ReplyT:
-        """Send a stream of messages and return the one answer; raises as `asking.ask` does.
-
-        grpc's own blocking call would first wait for the message that is on its way, also past the deadline.
-        """
-        begin = self._stubs_now().request_stream[rpc].future
-        with self.our_errors(rpc, operation) as passage, interrupts_held_back() as held:
-            if operation.cancellation.is_cancelled:
-                raise NotBegunError
-            call = self._begin(rpc, begin, messages, operation.deadline, passage)
-            held.cancel_with(call.cancel)
-            operation.cancellation.add(call.cancel)
-            try:
-                reply = call.result()
-            except grpc.FutureCancelledError as cancelled:
-                raise call from cancelled  # which is its own error, as those of streams are
-            except BaseException:
-                call.cancel()
-                raise
-            finally:
-                operation.cancellation.remove(call.cancel)
-            return unseal(reply_class, reply or b"")  # damage can make grpc end well, with None
 
     def stream(
         self, rpc: str, first: bytes, rest: Iterator[bytes] | None, deadline: Deadline, passage: Passage

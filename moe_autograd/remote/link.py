@@ -37,10 +37,9 @@ class Stubs:
         self.channel = channel
         begin = cast(Any, channel)  # grpc's stubs want serializers; bytes go in and bytes come out
         self.unary = {rpc: begin.unary_unary(path(rpc)) for rpc in UNARY}
-        self.request_stream = {rpc: begin.stream_unary(path(rpc)) for rpc in REQUEST_STREAM}
-        self.both_stream = {rpc: begin.stream_stream(path(rpc)) for rpc in BOTH_STREAM}
-        # To the server a stream of one message is the same, whichever way the client began it; this way costs
-        # no thread that feeds the stream.
+        # To the server a stream of one message is the same, whichever way the client began it.
+        self.both_stream = {rpc: begin.stream_stream(path(rpc)) for rpc in REQUEST_STREAM + BOTH_STREAM}
+        # this way costs no thread that feeds the stream
         self.reply_stream = {rpc: begin.unary_stream(path(rpc)) for rpc in UNARY + REPLY_STREAM + BOTH_STREAM}
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from moe_autograd.errors import CorruptDataError
+from moe_autograd.remote.asking import upload
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.streaming import streaming
@@ -154,7 +155,7 @@ def send_states(
                 raise TypeError(f"expert {name!r}, state of {key!r}: {error}") from error
             writer.add(pb.StateEntry(expert=name, key=key), [tensor])
     messages = iter(writer.next_message, None)
-    return channel.upload("SetState", messages, pb.UpdateReply, operation)
+    return upload(channel, "SetState", messages, pb.UpdateReply, operation)
 
 
 def places_of(keys: Iterable[str]) -> SimpleNamespace:

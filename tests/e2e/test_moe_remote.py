@@ -137,7 +137,7 @@ def test_a_step_of_a_layer_is_one_request_a_pass_and_server(monkeypatch: pytest.
 
         return call
 
-    for name in ("stream", "upload", "tell"):
+    for name in ("stream", "tell"):
         monkeypatch.setattr(Channel, name, counted(getattr(Channel, name)))
     modules = {f"ffn.{index}": FeedForwardExpert(D_MODEL).double() for index in range(NUM_EXPERTS)}
     with (

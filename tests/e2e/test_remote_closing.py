@@ -19,7 +19,7 @@ from experts_server import ExpertsServer
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import CallCancelledError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect, ends
-from moe_autograd.remote.asking import ask
+from moe_autograd.remote.asking import ask, upload
 from moe_autograd.remote.cancelling import Cancellation
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
@@ -179,7 +179,7 @@ class ClosedInBetween(Channel):
     "call",
     [
         lambda channel, op: ask(channel, "Info", pb.InfoRequest(), pb.InfoReply, op),
-        lambda channel, op: channel.upload("SetState", iter([b""]), pb.UpdateReply, op),
+        lambda channel, op: upload(channel, "SetState", iter([b""]), pb.UpdateReply, op),
         lambda channel, op: channel.stream("GetState", b"", None, op.deadline, PASSAGE),
         lambda channel, op: channel.stream("Forward", b"", iter([b""]), op.deadline, PASSAGE),
     ],
