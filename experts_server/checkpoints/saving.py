@@ -167,7 +167,7 @@ class Saver:
             await self._save(self._folder, SNAPSHOT_TIMEOUT_S, goes_on=True)
         except CheckpointError as error:
             self._failed_at = self._clock()
-            logger.error("%s", error)
+            logger.log(logging.INFO if self._is_ending else logging.ERROR, "%s", error)
 
     async def _save(
         self, folder: CheckpointFolder, timeout_s: float, *, goes_on: bool = False, is_last: bool = False
@@ -230,9 +230,10 @@ class Saver:
             computing = [
                 repr(name) for name, queue in self._registry.items() if queue.computing_since is not None
             ]
+            when = f"while {listed(computing)} still computed" if computing else "before all had"
             raise CheckpointError(
-                f"server: expected every expert to come to rest, got a stop while {listed(computing)} still "
-                "computed. The last save comes next: see what it says of them."
+                f"server: expected every expert to come to rest, got a stop {when}. The last save comes next: see "
+                "what it says of them."
             ) from None
         finally:
             self._taking = None

@@ -85,7 +85,7 @@ class Encodings:
     """
 
     def __init__(self, compression: Compression) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal that makes calls takes it again
         self._names = {"Forward": compression.forward, "Backward": compression.backward}
         self._measured: dict[str, tuple[int, int, float]] = {}  # streams, bytes, the fastest's bytes a second
 

@@ -34,7 +34,7 @@ class Expectations:
 
     def __init__(self, tell: Callable[[str, list[str]], None]) -> None:
         self._tell = tell
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal that makes calls takes it again
         self._last: NamesAt = {}
 
     def note_pass(self, called: Iterable[tuple[str, str]], results: Any) -> None:

@@ -59,7 +59,7 @@ class Finding:
         self.trained: set[str] = set()
         self._first_told: Mapping[str, HostedExpert] = {}
         self._looked_at = -math.inf
-        self._noting = threading.Lock()
+        self._noting = threading.RLock()  # a handler of a signal that makes calls takes it again
         self._looking = Fanout(servers.expected_number)
 
     def look(self, operation: Operation, *, may_miss: bool = False) -> list[Exception]:

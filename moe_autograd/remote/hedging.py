@@ -82,7 +82,7 @@ class Latencies:
 
     def __init__(self, policy: HedgePolicy) -> None:
         self._policy = policy
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal that makes calls takes it again
         self._taken_s: dict[str, deque[float]] = {}
 
     def note(self, address: str, taken_s: float) -> None:

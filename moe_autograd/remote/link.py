@@ -66,7 +66,7 @@ class Link:
         self._address = address
         self._credentials = None if certificates is None else certificates.now()
         self._server_name = server_name
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal that makes calls takes it again
         self._ping_timeout_ms = _PING_TIMEOUTS_MS[0]
         self._slow_at = -math.inf
         self._stubs = self._connect()

@@ -105,7 +105,7 @@ class Certificates:
             for file in (tls.ca_file, tls.cert_file, tls.key_file)
         )
         self._tls = dataclasses.replace(tls, ca_file=ca_file, cert_file=cert_file, key_file=key_file)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal that makes calls takes it again
         self._contents = tls.contents()
         self._credentials = tls.credentials()
         self.trouble = ""

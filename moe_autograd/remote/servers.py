@@ -51,7 +51,7 @@ class Servers:
     def __init__(self, given: Sequence[str], open_channel: Callable[[str, str], Channel]) -> None:
         self.given = tuple(given)
         self._open_channel = open_channel
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal that makes calls takes it again
         self._names = tuple(filter(is_name, given))
         self._channels: dict[str, Channel] = {}
         self._behind: dict[str, tuple[str, ...]] = {}

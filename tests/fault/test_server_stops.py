@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -76,6 +77,7 @@ def test_a_save_that_waits_for_an_expert_that_hangs_is_left_to_the_last_one(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(saving_module, "SNAPSHOT_TIMEOUT_S", ENDLESS_S)
     monkeypatch.setattr(saving_module, "HANGING_TIMEOUT_S", 0.5)
     monkeypatch.setattr(server_module, "UPKEEP_S", 0.01)
@@ -97,6 +99,19 @@ def test_a_save_that_waits_for_an_expert_that_hangs_is_left_to_the_last_one(
     assert saved_updates(tmp_path) == {"hanging": 0, "well": 1}
     assert "expected every expert to come to rest, got a stop while 'hanging' still computed" in caplog.text
     assert "expert 'hanging' still computes" in caplog.text
+
+
+def test_a_save_that_is_left_to_the_last_one_names_nobody_who_is_at_rest(
+    tmp_path: Path, hanging: Gated
+) -> None:
+    server = serve(tmp_path, hanging, drain_timeout_s=1.0)
+    try:
+        assert server._server is not None
+        server._server.saver.leave_to_last()
+        with WireClient(server.address) as client, pytest.raises(grpc.RpcError, match="stop before all had"):
+            client.save()
+    finally:
+        server.stop()
 
 
 def test_an_expert_that_hangs_for_nobody_holds_up_a_stop_no_longer_than_a_drain(

@@ -17,8 +17,11 @@ from experts_server import ExpertsServer
 from experts_server.serving import embedded
 from experts_server.serving.loop_thread import LoopThread
 from moe_autograd.errors import CheckpointError
-from moe_autograd.remote import connect
+from moe_autograd.remote import HedgePolicy, connect
 from moe_autograd.remote.cancelling import Cancellation
+from moe_autograd.remote.compression import Compression, Encodings
+from moe_autograd.remote.expecting import Expectations
+from moe_autograd.remote.hedging import Latencies
 from moe_autograd.remote.placement import Placement
 from moe_autograd.remote.retry import RetryBudget, RetryPolicy
 from tests.support.functions_waiting import PATIENCE_S
@@ -234,6 +237,12 @@ USES: dict[str, Callable[[], tuple[Any, Callable[[], object]]]] = {
     "cancelling": lambda: (own := Cancellation(), lambda: own.add(print)),
     "retries": lambda: (own := RetryBudget(RetryPolicy()), own.note_success),
     "placement": lambda: (own := Placement(0), lambda: own.hosts_of("e")),
+    "compression": lambda: (
+        own := Encodings(Compression.of("auto")),
+        lambda: own.note_transfer("Forward", 1 << 30, 1.0),
+    ),
+    "hedging": lambda: (own := Latencies(HedgePolicy()), lambda: own.note("a:1", own.usual_s("a:1"))),
+    "expecting": lambda: (own := Expectations(print), lambda: own.note_pass([], ())),
 }
 
 
