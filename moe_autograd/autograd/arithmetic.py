@@ -13,18 +13,19 @@ nor be waited for may be called in turn (`in_turn`). So a class is read, once, a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from moe_autograd.autograd.function_reading import LISTS, is_function, read_function
 from moe_autograd.autograd.known_arithmetic import IN_PLACE, RESHAPING, is_torchs_own
-from moe_autograd.autograd.readings import PLAIN, FunctionReading
+from moe_autograd.autograd.readings import PLAIN, FunctionReading, Named
 
 Place = tuple[int, str]  # of a method: where in the order of the bases the search begins, and the name
 
@@ -32,43 +33,22 @@ Place = tuple[int, str]  # of a method: where in the order of the bases the sear
 MOST_CALLS = 1 << 6
 
 
-class Reading(NamedTuple):
-    """What a class's forward names, where it only computes.
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Reading(Named):
+    """What a class's forward names, where it only computes, and the methods that it calls.
 
     Args:
         methods: what `forward` names, and what the methods do that it calls.
         names: of those that an instance must have nothing else under.
         called: attributes of an instance that these call, with how many arguments at most.
-        asked: parts, and a method or a part of each that they call; of functions alone (`callees`).
-        taken: those whose value they take.
-        of_class: those among them that the class has.
-        of_parts: parts, and an attribute of each, whose value they take.
-        looped: those with whose parts they go round in a loop.
-        listed: those of whose parts they take one, or the number.
-        numbers: those which say how often they go round.
-        num_rounds: how often they do besides.
-        repeated: those that they, or methods called there, call or take within a loop.
-        draws: whether one may draw random numbers.
-        reshapes: whether one may put columns into the place of rows.
-        has_loops: whether one of them goes round in a loop.
+        of_class: those whose value they take, and which the class has.
         again: what these call at more than one place.
     """
 
     methods: Mapping[Place, FunctionReading]
     names: frozenset[str]
     called: Mapping[str, float]
-    asked: frozenset[tuple[str, str]]
-    taken: frozenset[str]
-    of_class: frozenset[str]
-    of_parts: frozenset[tuple[str, str]]
-    looped: frozenset[str]
-    listed: frozenset[str]
-    numbers: frozenset[str]
-    num_rounds: int
-    repeated: frozenset[str]
-    draws: bool
-    reshapes: bool
-    has_loops: bool
+    of_class: frozenset[str] = frozenset()
     again: frozenset[str]
 
     def is_true_of(self, kind: Any) -> bool:
@@ -166,25 +146,12 @@ def summed(methods: Mapping[Place, FunctionReading], kind: type) -> Reading:
     for one in read:
         for name in one.called.keys() - by_name.keys():
             called[name] = max(called.get(name, 0), *one.called[name])
-    taken = frozenset(name for one in read for name in one.taken)
-    return Reading(
-        methods,
-        frozenset(by_name),
-        called,
-        frozenset(both for one in read for both in one.methods),
-        taken,
-        _plain_of(kind, taken),
-        frozenset(both for one in read for both in one.of_parts),
-        frozenset(name for one in read for name in one.looped),
-        frozenset(name for one in read for name in one.listed),
-        frozenset(name for one in read for name in one.numbers),
-        sum(one.num_rounds for one in read),
-        _used(by_name, {name for one in read for name in one.repeated}),
-        any(one.draws for one in read),
-        any(one.reshapes for one in read),
-        any(one.has_loops for one in read),
-        _again(read),
-    )
+    reading = Reading(methods=methods, names=frozenset(by_name), called=called, again=_again(read))
+    for one in read:
+        reading.add(one)
+    reading.of_class = _plain_of(kind, reading.taken)
+    reading.repeated = _used(by_name, reading.repeated)
+    return reading
 
 
 def _again(read: Collection[FunctionReading]) -> frozenset[str]:
@@ -234,13 +201,13 @@ def _of_bases(kind: type, method: types.FunctionType, reading: FunctionReading) 
     return [(begin, name) for name in reading.of_bases]
 
 
-def _used(methods: Mapping[str, FunctionReading], names: Collection[str]) -> frozenset[str]:
+def _used(methods: Mapping[str, FunctionReading], names: Collection[str]) -> set[str]:
     """Return the names that are no methods, and those that methods among them use."""
     used = [
         _used(methods, {*methods[name].called, *methods[name].taken}) if name in methods else {name}
         for name in names
     ]
-    return frozenset().union(*used)
+    return set[str]().union(*used)
 
 
 def _method_of(kind: type[nn.Module], place: Place) -> tuple[types.FunctionType | None, bool]:

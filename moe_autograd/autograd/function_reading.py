@@ -125,15 +125,10 @@ class _Reader:
         steps: Sequence[Step],
         around: frozenset[str] | None = None,
     ) -> None:
-        self._function, self._this, self._steps, self._around = function, this, steps, around
-        self._methods = set[tuple[str, str]]()
-        self._called, self._of_bases = dict[str, list[float]](), dict[str, list[float]]()
-        self._taken, self._of_parts = set[str](), set[tuple[str, str]]()
-        self._listed, self._repeated = set[str](), set[str]()
-        self._of_globals: dict[str, object] = {}
-        self._functions: dict[str, FunctionReading] = {}
-        self._of_others: dict[tuple[object, str], object] = {}
-        self._draws = False
+        self._function, self._this, self._steps = function, this, steps
+        is_method = this is not None and around is None
+        code = weakref.ref(function.__code__)
+        self._reading = FunctionReading(code=code, is_method=is_method, around=around)  # filled step by step
         # places of attributes of `self` and of modules, and of what begins loops
         self._understood = set[int]()
         self._loops = [loop for loop in loops_of(self._steps, self._this) if self._is_understood(loop)]
@@ -148,29 +143,13 @@ class _Reader:
         names = {step.name for step in self._steps}
         if "CALL_FUNCTION_EX" in names and not names.isdisjoint(_MAPS):
             return None  # it may be given arguments by any name
-        named = [name for _, name in self._of_others]
-        named += [getattr(value, "__name__", "") for value in self._of_globals.values()]
-        functions = self._functions.values()
-        return FunctionReading(
-            weakref.ref(self._function.__code__),
-            self._this is not None and self._around is None,
-            self._around,
-            self._called,
-            self._of_bases,
-            frozenset(self._methods),
-            frozenset(self._taken),
-            frozenset(self._of_parts),
-            frozenset([name for loop in self._loops for name in (*loop.lists, *loop.lengths)]),
-            frozenset(self._listed),
-            frozenset([name for loop in self._loops for name in loop.numbers]),
-            sum(loop.num_rounds for loop in self._loops),
-            frozenset(self._repeated),
-            self._of_globals,
-            self._functions,
-            [(owner, name, value) for (owner, name), value in self._of_others.items()],
-            self._draws or any(one.draws for one in functions),
-            not RESHAPING.isdisjoint(named) or any(one.reshapes for one in functions),
-        )
+        reading = self._reading
+        named = [name for _, name in reading.of_others]
+        named += [getattr(value, "__name__", "") for value in reading.of_globals.values()]
+        reading.reshapes = not RESHAPING.isdisjoint(named)
+        for function in reading.functions.values():
+            reading.add(function)
+        return reading
 
     def _is_arithmetic(self, place: int, step: Step) -> bool:
         if place in self._understood:
@@ -204,23 +183,25 @@ class _Reader:
         if (step := self._attribute_at(place)) is None:
             return False
         name = step.value
-        if step.name == "METHOD" or (self._around is not None and self._num_arguments(place) < math.inf):
-            self._called.setdefault(name, []).append(self._num_arguments(place))
+        if step.name == "METHOD" or (
+            self._reading.around is not None and self._num_arguments(place) < math.inf
+        ):
+            self._reading.called.setdefault(name, []).append(self._num_arguments(place))
         elif self._is_measured(place):
-            self._listed.add(name)
+            self._reading.listed.add(name)
             return True
         elif self._takes_one_of(place):
-            self._listed.add(name)
+            self._reading.listed.add(name)
             if self._steps[place + 1].value in [loop.counter for loop in self._loops]:
                 return True  # in each round another
         elif self._is_of_a_part(place + 1):
-            self._of_parts.add((name, self._steps[place + 1].value))
+            self._reading.of_parts.add((name, self._steps[place + 1].value))
         elif self._is_asked(place + 1):
-            self._methods.add((name, self._steps[place + 1].value))
+            self._reading.asked.add((name, self._steps[place + 1].value))
         else:
-            self._taken.add(name)
+            self._reading.taken.add(name)
         if any(loop.next.offset < step.offset < loop.next.value for loop in self._loops):
-            self._repeated.add(name)
+            self._reading.repeated.add(name)
         return True
 
     def _calls_base(self, place: int) -> bool:
@@ -234,14 +215,13 @@ class _Reader:
             return False
         last = place + 1 + len(before)
         self._understood.update(range(place, last + 1))
-        self._of_bases.setdefault(method.value, []).append(self._num_arguments(last))
-        is_method = self._this is not None and self._around is None
-        return is_method and self._num_arguments(last) < math.inf
+        self._reading.of_bases.setdefault(method.value, []).append(self._num_arguments(last))
+        return self._reading.is_method and self._num_arguments(last) < math.inf
 
     def _is_asked(self, place: int) -> bool:
         """Whether a method that tensors do not have is called there, of what a function takes from around itself."""
         step = self._steps[place]
-        if self._around is None or step.name != "METHOD" or step.value in _OF_TENSORS:
+        if self._reading.around is None or step.name != "METHOD" or step.value in _OF_TENSORS:
             return False
         return self._num_arguments(place) < math.inf and self._attribute_at(place) is not None
 
@@ -284,7 +264,7 @@ class _Reader:
         value = self._function.__globals__.get(name)
         if isinstance(value, types.FunctionType) and not is_torchs_own(value):
             return self._calls_function(place, value)
-        self._of_globals[name] = value
+        self._reading.of_globals[name] = value
         if value is None and hasattr(builtins, name):
             return self._is_pythons_own(name)
         while any(value is module for module in MODULES):
@@ -296,7 +276,7 @@ class _Reader:
             return True
         num_arguments = self._num_arguments(place)
         if is_function(value, num_arguments, DRAWING):
-            self._draws = True
+            self._reading.draws = True
             return True
         return is_function(value, num_arguments)
 
@@ -305,10 +285,10 @@ class _Reader:
         if self._this is None or self._num_arguments(place) == math.inf:
             return False
         name = self._steps[place].value
-        reading = self._functions.get(name) or read_function(function, is_method=False)
+        reading = self._reading.functions.get(name) or read_function(function, is_method=False)
         if reading is None or reading.has_loops:
             return False
-        self._functions[name] = reading
+        self._reading.functions[name] = reading
         return True
 
     def _is_torchs_own(self, method: str) -> bool:
@@ -317,7 +297,7 @@ class _Reader:
 
     def _what_is(self, owner: object, name: str) -> object:
         """Return an attribute, of which note is taken."""
-        value = self._of_others[owner, name] = getattr(owner, name, None)
+        value = self._reading.of_others[owner, name] = getattr(owner, name, None)
         return value
 
     def _num_arguments(self, place: int) -> float:
@@ -352,6 +332,9 @@ class _Reader:
         if loop.lists and not (self._have_lists("__iter__") and self._have_lists("__getitem__")):
             return False
         self._understood.update(range(loop.begin, loop.end))
+        self._reading.looped.update(loop.lists, loop.lengths)
+        self._reading.numbers.update(loop.numbers)
+        self._reading.num_rounds += loop.num_rounds
         return True
 
     def _is_pythons_own(self, name: str) -> bool:
@@ -361,6 +344,6 @@ class _Reader:
 
     def _is_from_python(self, name: str, known: Iterable[object]) -> bool:
         """Note what Python has under that name, and see that nobody has put something else in its place."""
-        in_file = self._of_globals[name] = self._function.__globals__.get(name)
+        in_file = self._reading.of_globals[name] = self._function.__globals__.get(name)
         value = self._what_is(builtins, name)
         return in_file is None and any(value is one for one in known)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import types
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,56 @@ PLAIN = frozenset([bool, int, float, str, type(None), torch.dtype])
 _BUILTINS = "__builtins__"  # of a function; typeshed does not always know of it
 
 
-class FunctionReading(NamedTuple):
-    """What a method names that only computes.
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Named:
+    """What code that only computes names of `self`, and what that comes to.
+
+    Args:
+        asked: attributes, and a method or a part of each that it calls; of functions alone (`callees`).
+        taken: attributes whose value it takes.
+        of_parts: parts, and an attribute of each, whose value it takes.
+        looped: those with whose parts it goes round in a loop.
+        listed: those of whose parts it takes one, or the number.
+        numbers: those which say how often it goes round.
+        num_rounds: how often it does besides.
+        repeated: those that it calls or takes within a loop.
+        draws: whether it names a function that may draw random numbers.
+        reshapes: whether it names what may put columns into the place of rows.
+    """
+
+    asked: set[tuple[str, str]] = dataclasses.field(default_factory=set)
+    taken: set[str] = dataclasses.field(default_factory=set)
+    of_parts: set[tuple[str, str]] = dataclasses.field(default_factory=set)
+    looped: set[str] = dataclasses.field(default_factory=set)
+    listed: set[str] = dataclasses.field(default_factory=set)
+    numbers: set[str] = dataclasses.field(default_factory=set)
+    num_rounds: int = 0
+    repeated: set[str] = dataclasses.field(default_factory=set)
+    draws: bool = False
+    reshapes: bool = False
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether it goes round in a loop."""
+        return bool(self.looped or self.numbers or self.num_rounds)
+
+    def add(self, other: Named) -> None:
+        """Add what other code names of the same `self`."""
+        self.asked |= other.asked
+        self.taken |= other.taken
+        self.of_parts |= other.of_parts
+        self.looped |= other.looped
+        self.listed |= other.listed
+        self.numbers |= other.numbers
+        self.num_rounds += other.num_rounds
+        self.repeated |= other.repeated
+        self.draws = self.draws or other.draws
+        self.reshapes = self.reshapes or other.reshapes
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class FunctionReading(Named):
+    """What a method names that only computes, as `function_reading` finds it.
 
     It holds no function, which would hold its file's globals, and these the class: a class that was read can go.
 
@@ -27,44 +74,19 @@ class FunctionReading(NamedTuple):
         around: arguments and globals that a function of rule 5 takes from around itself; `None`: it is none.
         called: attributes of `self` that it calls, each time with how many arguments.
         of_bases: those of `super()`, likewise.
-        methods: attributes, and a method or a part of each that it calls; of rule 5 alone.
-        taken: those whose value it takes.
-        of_parts: parts, and an attribute of each, whose value it takes.
-        looped: those with whose parts it goes round in a loop.
-        listed: those of whose parts it takes one, or the number.
-        numbers: those which say how often it goes round.
-        num_rounds: how often it does besides.
-        repeated: those that it calls or takes within a loop.
         of_globals: globals, and what they were.
         functions: globals that are functions of Python's which it calls, and what these do.
         of_others: attributes of torch's modules and classes, and of Python's own: whose, the name, and what they were.
-        draws: whether it names a function that may draw random numbers.
-        reshapes: whether it names what may put columns into the place of rows.
     """
 
     code: weakref.ref[types.CodeType]
     is_method: bool
     around: frozenset[str] | None
-    called: Mapping[str, Sequence[float]]
-    of_bases: Mapping[str, Sequence[float]]
-    methods: frozenset[tuple[str, str]]
-    taken: frozenset[str]
-    of_parts: frozenset[tuple[str, str]]
-    looped: frozenset[str]
-    listed: frozenset[str]
-    numbers: frozenset[str]
-    num_rounds: int
-    repeated: frozenset[str]
-    of_globals: Mapping[str, object]
-    functions: Mapping[str, FunctionReading]
-    of_others: Collection[tuple[object, str, object]]
-    draws: bool
-    reshapes: bool
-
-    @property
-    def has_loops(self) -> bool:
-        """Whether it goes round in a loop."""
-        return bool(self.looped or self.numbers or self.num_rounds)
+    called: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    of_bases: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    of_globals: dict[str, object] = dataclasses.field(default_factory=dict)
+    functions: dict[str, FunctionReading] = dataclasses.field(default_factory=dict)
+    of_others: dict[tuple[object, str], object] = dataclasses.field(default_factory=dict)
 
     def is_true_of(self, function: types.FunctionType) -> bool:
         """Whether it still has that code, and its file, torch and Python what it names."""
@@ -75,7 +97,7 @@ class FunctionReading(NamedTuple):
         return (
             has_same
             and all(namespace.get(name) is value for name, value in self.of_globals.items())
-            and all(getattr(owner, name, None) is value for owner, name, value in self.of_others)
+            and all(getattr(owner, name, None) is value for (owner, name), value in self.of_others.items())
             and all(_is_still(reading, namespace.get(name)) for name, reading in self.functions.items())
         )
 
