@@ -3,7 +3,7 @@
 Begin with `parallel`, which draws the three steps of a map. The first line of each file says what it is for::
 
     the maps                parallel, alone, in_turn, grouping, units, runs, notes, uncompiled, tracebacks
-    what only computes      arithmetic, callees, known_arithmetic, work, spatial, growing, composed
+    what only computes      arithmetic, callees, known_arithmetic, work, sizes, spatial, growing, composed
     how functions are read  function_reading, readings, bytecode, bytecode_loops
     a call of a function    emulated, isolated, function_calls, unrecorded
     a call of a module      module_calls, module_results, module_forwards, joined_modules, upper_cuts, entry, per_sample

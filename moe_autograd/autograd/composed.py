@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from moe_autograd.autograd.function_reading import is_function
+from moe_autograd.autograd.sizes import Size
 
 PLAIN_DICTS = frozenset([dict, OrderedDict])  # others may fetch what is asked for
 
@@ -50,32 +51,12 @@ _PROJECTIONS = frozenset(
 # those of 2^26 a fifth longer. With one intra-op thread those of 2^22 took 1.8 times as long on threads, those of 2^24
 # as long.
 SHARE = 4
-SCORE = (
-    16  # as many take as long as a score of attention, which is exponentiated, perhaps dropped, and averaged
-)
+SCORE = 16  # as many take as long as a score of attention: exponentiated, perhaps dropped, and averaged
 TAKE_MAX = 64  # as many take as long as an element that the largest of a bag is found among, on one core
 WRITE = 8  # as many take as long as to write an element of an embedding's gradient
 # On two idle cores 64 steps of an LSTM took a third longer on threads, 128 a tenth less; 16 of a GRU about as long.
 MOST_STEPS = 1 << 6
 SLOW = 6  # steps of one are as long as one of an LSTM in float32, which oneDNN computes
-
-
-class Rows(NamedTuple):
-    """What a call with such parts has at most to compute with, and how much it does besides multiplying by weights.
-
-    Args:
-        num_rows: of all tensors together.
-        num_elements: likewise.
-        width: of the widest.
-        num_tabled: weights of embeddings, which nothing is multiplied by.
-        work: in multiply-adds.
-    """
-
-    num_rows: int
-    num_elements: int
-    width: int
-    num_tabled: int
-    work: int
 
 
 def num_parameters_of(part: Any) -> int:
@@ -122,9 +103,12 @@ def draws_itself(part: Any) -> bool:
     return type(part) in _DROPPING and bool(own.get("training") and own.get("dropout"))
 
 
-def rows_among(parts: Iterable[Any], size: Any) -> Rows | None:
-    """Return how much a call is given with such parts; `None` if it is too long a sequence."""
-    num_rows, num_elements, width, longest = size.num_rows, size.num_elements, size.width, size.longest
+def rows_among(parts: Iterable[Any], size: Size) -> tuple[Size, int, int] | None:
+    """Return what a call of this size has at most to compute with, and what it does besides multiplying by weights.
+
+    That is how many weights of embeddings it has, which nothing is multiplied by, and its work in multiply-adds. `None`
+    if it is too long a sequence.
+    """
     num_tabled = work = num_steps = embedded = 0
     for part in parts:
         kind = type(part)
@@ -134,20 +118,22 @@ def rows_among(parts: Iterable[Any], size: Any) -> Rows | None:
                 work += 0 if part.sparse else weight.numel() * WRITE
                 embedded = max(embedded, weight.shape[1])
     if embedded:  # each element is a row then
-        num_rows, num_elements, width = num_elements, num_elements * embedded, embedded
-        longest = max(longest, size.width)
+        size = size._replace(
+            num_rows=size.num_elements,
+            num_elements=size.num_elements * embedded,
+            width=embedded,
+            longest=max(size.longest, size.width),
+        )
     for part in parts:
         kind = type(part)
         if kind is nn.MultiheadAttention:
-            work += num_rows * longest * (2 * part.embed_dim + SCORE * part.num_heads)
+            work += size.num_rows * size.longest * (2 * part.embed_dim + SCORE * part.num_heads)
         elif kind is nn.EmbeddingBag and part.mode == "max":
-            work += num_elements * TAKE_MAX
+            work += size.num_elements * TAKE_MAX
         elif kind in RECURRENT:
             num_times = part.num_layers * (2 if part.bidirectional else 1)
-            num_steps += longest * num_times * (1 if _is_fast(part) else SLOW)
-    if num_steps > MOST_STEPS:
-        return None
-    return Rows(num_rows, num_elements, width, num_tabled, work)
+            num_steps += size.longest * num_times * (1 if _is_fast(part) else SLOW)
+    return None if num_steps > MOST_STEPS else (size, num_tabled, work)
 
 
 def _is_fast(part: Any) -> bool:

@@ -55,7 +55,8 @@ from moe_autograd.autograd.known_arithmetic import is_torchs_own
 from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.runs import name_of_call
-from moe_autograd.autograd.work import ONLY_COMPUTE, size_of, work_of
+from moe_autograd.autograd.sizes import size_of
+from moe_autograd.autograd.work import ONLY_COMPUTE, work_of
 
 MOST_SMALL = 1 << 20
 # With one intra-op thread, on two cores: calls of 2^22 and their backwards took 1.9 times as long on threads, those of

@@ -28,8 +28,7 @@ from moe_autograd.autograd.composed import (
     rows_among,
 )
 from moe_autograd.autograd.growing import GROWING, MOST, TRANSPOSED, growth_of
-from moe_autograd.autograd.known_arithmetic import METHODS
-from moe_autograd.autograd.readings import PLAIN
+from moe_autograd.autograd.sizes import Size
 from moe_autograd.autograd.spatial import SPATIAL, makes_no_more_positions, work_among
 
 # Of more than that at least every other is to be another one: one may lead back to what it is a part of, and looking
@@ -60,65 +59,6 @@ _PASS_ON = frozenset([*DROPOUTS, *(GROWING.keys() - TRANSPOSED), nn.Flatten, nn.
 _HOLD_OTHERS = frozenset([nn.ModuleList, nn.Sequential, *COMPOSED])
 _GROW = frozenset([*GROWING, *_HOLD_OTHERS])  # or others in them
 _TO_LOOK_AT = frozenset([*DROPOUTS, *SPATIAL, *GROWING, *COMPOSED])
-
-
-class Size(NamedTuple):
-    """How large the tensors are that a call takes.
-
-    Args:
-        num_rows: of all together.
-        fewest_rows: of one of them.
-        num_elements: of all together.
-        width: of the widest.
-        longest: how many rows one has in one direction at most.
-        is_here: whether they are on the CPU.
-    """
-
-    num_rows: int
-    fewest_rows: int
-    num_elements: int
-    width: int
-    longest: int
-    is_here: bool
-
-
-def size_of(taken: Sequence[Any]) -> Size | None:
-    """Return the size of what a call takes, in which each row of one tensor may meet each row of another.
-
-    `None` if there is something else among it than tensors of torch's own class, on one kind of device, numbers, and
-    tuples of these.
-    """
-    size: Size | None = None
-    values = [*taken]
-    for value in values:  # which grows
-        kind = type(value)
-        if kind is not Tensor and kind is not nn.Parameter:
-            if kind is tuple:
-                values += value
-            elif kind not in PLAIN:
-                return None
-            continue
-        if value.is_nested or ((own := value.__dict__) and not METHODS.isdisjoint(own)):
-            return None
-        shape = value.shape
-        width = shape[-1] if shape else 1
-        num_elements = value.numel()
-        num_rows = num_elements // max(1, width)
-        longest = max(shape[:-1]) if len(shape) > 2 else num_rows
-        if size is None:
-            size = Size(num_rows, num_rows, num_elements, width, longest, value.is_cpu)
-        elif size.is_here != value.is_cpu:
-            return None
-        else:
-            size = Size(
-                size.num_rows + num_rows,
-                min(size.fewest_rows, num_rows),
-                size.num_elements + num_elements,
-                max(size.width, width),
-                max(size.longest, longest),
-                size.is_here,
-            )
-    return size
 
 
 class Work(NamedTuple):
@@ -300,17 +240,14 @@ class _Tally:
         if self.growth > 1 and self.is_again:
             return None
         num_parameters, num_elsewhere = self.num_parameters, self.num_elsewhere
-        multiplied, width = 0, size.width
+        multiplied = 0
         if self.is_composed:
             if self.is_spatial or not size.is_here or (rows := rows_among(parts, size)) is None:
                 return None
-            num_parameters -= (
-                0 if self.num_read else rows.num_tabled
-            )  # what is read may multiply by them, too
-            multiplied = rows.work
+            size, num_tabled, multiplied = rows
+            if not self.num_read:  # else what is read may multiply by them, too
+                num_parameters -= num_tabled
             num_elsewhere = num_parameters
-            size = size._replace(num_rows=rows.num_rows, num_elements=rows.num_elements, width=rows.width)
-            width = size.width
         if self.is_spatial:  # how often weights are multiplied is not told by the rows, nor how seldom
             size = size._replace(
                 num_rows=size.num_rows * self.growth, num_elements=size.num_elements * self.growth
@@ -318,7 +255,7 @@ class _Tally:
             num_counted, multiplied = work_among(parts, size.num_elements)
             num_parameters -= num_counted
             num_elsewhere = num_parameters
-        least = size.fewest_rows * max(num_parameters - num_elsewhere, 0 if self.num_read else width)
+        least = size.fewest_rows * max(num_parameters - num_elsewhere, 0 if self.num_read else size.width)
         if self.num_read:
             widest = max(size.num_elements, (size.width * self.growth) ** 2 if self.reshapes else 0)
             most = size.num_rows * max(num_parameters + self.num_in_buffers, widest * self.num_read)
