@@ -39,7 +39,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -130,14 +130,66 @@ def call_in_turn(
         only_small: whether large calls gain by something else, be there only one.
         how: forwards run again in the backward; `None`: they do not.
     """
-    if any(_HOOKS_OF_ALL):
-        return None
     if len(modules) == 1 and not only_small:
         max_concurrency = 1  # nothing is there to run beside it
+    way = _way_of(modules, args, kwargs, most_small(max_concurrency), only_small, how)
+    if way is None:
+        return None
+    streams = own_streams(CallSeeds()) if way.draws else nullcontext()
+    returned: list[Any] = []
+    try:
+        with streams:
+            for index, (module, own_args, own_kwargs) in enumerate(zip(modules, args, kwargs, strict=True)):
+                if way.draws:
+                    running.index = index
+                if way.run is not None:
+                    returned.append(way.run(module, *own_args, **own_kwargs))
+                elif own_kwargs or len(own_args) != 1:
+                    returned.append(module(*own_args, **own_kwargs))
+                else:
+                    returned.append(way.compute(module, own_args[0]))
+    except BaseException as error:
+        streams.__exit__(None, None, None)
+        index = min(len(returned), len(modules) - 1)  # Ctrl-C may come behind the last call
+        name = name_of_call(index, modules[index], names)
+        add_note(error, f"parallel_apply, forward: raised by {name} of {len(modules)}.")
+        raise
+    return returned
+
+
+class _Way(NamedTuple):
+    """How calls are made in turn.
+
+    Args:
+        draws: whether some may draw random numbers: then each has its own.
+        run: calls a module such that it runs again in the backward; `None`: they do not.
+        compute: calls one with a single argument.
+    """
+
+    draws: bool
+    run: Callable[..., Any] | None
+    compute: Callable[[Any, Tensor], Any]
+
+
+def _way_of(
+    modules: Sequence[Callable[..., Any]],
+    args: Sequence[tuple[Any, ...]],
+    kwargs: Sequence[dict[str, Any]],
+    most: float,
+    only_small: bool,
+    how: Recompute | None,
+) -> _Way | None:
+    """Return how these calls are made in turn; `None` if threads may gain something, or somebody could tell.
+
+    Args:
+        modules: the callables; `args`, `kwargs`, `only_small` and `how` are those of `call_in_turn`.
+        most: how much work a small call is at most.
+    """
+    if any(_HOOKS_OF_ALL):
+        return None
     are_seen, are_read = _is_seen_by_others(), True
-    most, draws = most_small(max_concurrency), are_seen
+    draws, callees = are_seen, Callees()
     readings, kinds = dict[type, Reading | None](), set[type[nn.Module]]()
-    callees = Callees()
     for module, own_args, own_kwargs in zip(modules, args, kwargs, strict=True):
         taken = (*own_args, *own_kwargs.values()) if own_kwargs else own_args
         callee = None
@@ -153,33 +205,13 @@ def call_in_turn(
             return None
         if size.is_here and work.most > most and (only_small or work.least < least_large()):
             return None
-        draws, are_read = draws or work.draws, are_read and work.is_read
         if how is not None and (are_seen or not size.is_here):
             return None
+        draws, are_read = draws or work.draws, are_read and work.is_read
     if not _compute_as_usual(kinds):
         return None
-    compute = _computed if _are_called_as_usual(kinds) else _called
-    streams = own_streams(CallSeeds()) if draws else nullcontext()
-    returned: list[Any] = []
-    try:
-        with streams:
-            for index, (module, own_args, own_kwargs) in enumerate(zip(modules, args, kwargs, strict=True)):
-                if draws:
-                    running.index = index
-                if how is not None:
-                    run = how.with_draws if draws else how.without_draws if are_read else how
-                    returned.append(run(module, *own_args, **own_kwargs))
-                elif own_kwargs or len(own_args) != 1:
-                    returned.append(module(*own_args, **own_kwargs))
-                else:
-                    returned.append(compute(module, own_args[0]))
-    except BaseException as error:
-        streams.__exit__(None, None, None)
-        index = min(len(returned), len(modules) - 1)  # Ctrl-C may come behind the last call
-        name = name_of_call(index, modules[index], names)
-        add_note(error, f"parallel_apply, forward: raised by {name} of {len(modules)}.")
-        raise
-    return returned
+    run = None if how is None else how.with_draws if draws else how.without_draws if are_read else how
+    return _Way(draws, run, _computed if _are_called_as_usual(kinds) else _called)
 
 
 def _is_seen_by_others() -> bool:
