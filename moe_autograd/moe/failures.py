@@ -24,9 +24,9 @@ _LONGEST_REST_S = 30.0
 class Tolerance:
     """What a layer with ``on_failure="drop"`` puts up with; see `MixtureOfExperts`."""
 
-    min_experts: int
-    allow_zero_outputs: bool
-    timeout_after_min_s: float | None
+    min_experts: int = 1
+    allow_zero_outputs: bool = False
+    timeout_after_min_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,9 @@ class ExpertFailure:
 
 def may_be_left_out(error: BaseException) -> bool:
     """Tell whether an error is of the kind that ``on_failure="drop"`` is for."""
-    if isinstance(error, InvalidCallError | PermissionDeniedError | CallCancelledError) or came_by_signal(
-        error
-    ):
+    if isinstance(error, InvalidCallError | PermissionDeniedError | CallCancelledError):
         return False
-    return isinstance(error, RemoteError | ConnectionError | TimeoutError)
+    return isinstance(error, RemoteError | ConnectionError | TimeoutError) and not came_by_signal(error)
 
 
 @dataclass(frozen=True)

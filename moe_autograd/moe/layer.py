@@ -10,6 +10,7 @@ Shape letters: T tokens, D d_model.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -30,7 +31,6 @@ from moe_autograd.moe.partial import PartialPass
 from moe_autograd.moe.routing import Routing, checked_loads
 
 _LONGEST_S = 1e8  # as for `connect(timeout_s=...)`; a clock of `threading` goes up to 9e9
-_STRICT = Tolerance(min_experts=1, allow_zero_outputs=False, timeout_after_min_s=None)
 
 Experts = Iterable[nn.Module] | Mapping[str, nn.Module] | nn.ModuleDict
 
@@ -190,11 +190,11 @@ class MixtureOfExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the options that differ from their defaults in the module's `repr`."""
-        defaults: dict[str, Any] = {"max_concurrency": None, "recompute": False, "defer_weight_grads": False}
-        defaults |= {"zero_grads_for_idle_experts": False, "on_failure": "raise"}
-        chosen = {name: getattr(self, name) for name in defaults} | dataclasses.asdict(self.tolerance)
-        defaults |= dataclasses.asdict(_STRICT)
-        differing = [name for name, default in defaults.items() if chosen[name] != default]
+        chosen = vars(self) | dataclasses.asdict(self.tolerance)
+        options = inspect.signature(MixtureOfExperts).parameters.values()
+        differing = [
+            one.name for one in options if one.kind is one.KEYWORD_ONLY and chosen[one.name] != one.default
+        ]
         return ", ".join(f"{name}={chosen[name]!r}" for name in differing)
 
     def _call_experts(self, active: Sequence[int], slices: Sequence[Tensor]) -> list[Tensor]:
@@ -244,7 +244,7 @@ def _check_tolerance(on_failure: str, tolerance: Tolerance) -> None:
             "MixtureOfExperts: expected timeout_after_min_s of at least 0 seconds "
             f"(up to {_LONGEST_S:.0e}) or None, got {timeout_s}. None waits for all experts."
         )
-    if on_failure == "raise" and tolerance != _STRICT:
+    if on_failure == "raise" and tolerance != Tolerance():
         raise ValueError(
             f'MixtureOfExperts: expected on_failure="drop" with min_experts, allow_zero_outputs or '
             f'timeout_after_min_s, got on_failure="raise" ({tolerance}). With "raise" all experts have to answer.'
