@@ -63,14 +63,9 @@ class Reading(Named):
                 return False
         if self.of_class != _plain_of(kind, self.taken):
             return False
-        names = (
-            *self.called,
-            *self.looped,
-            *self.listed,
-            *self.numbers,
-            *[part for part, _ in self.of_parts],
-        )
-        return not any(is_of_class(kind, name) for name in (*names, *(self.taken - self.of_class)))
+        names = {*self.called, *self.looped, *self.listed, *self.numbers, *(self.taken - self.of_class)}
+        names.update(part for part, _ in self.of_parts)
+        return not any(is_of_class(kind, name) for name in names)
 
     def fits(self, module: Any) -> bool:
         """Whether an instance has what the forward takes of it. Written out: it is asked before each call."""
@@ -262,14 +257,7 @@ def _has_plain(part: nn.Module | None, name: str) -> bool:
 
 def is_called_as_usual(kind: type) -> bool:
     """Whether modules of a class are called, and asked for what they have, as torch has them."""
-    names = (
-        "__call__",
-        "_call_impl",
-        "_wrapped_call_impl",
-        "__getattr__",
-        "__getattribute__",
-        "_compiled_call_impl",
-    )
-    return is_torchs_own(nn.Module.__getattr__) and all(
-        getattr(kind, name) is getattr(nn.Module, name) for name in names
-    )
+    called = ("__call__", "_call_impl", "_wrapped_call_impl", "_compiled_call_impl")
+    names = (*called, "__getattr__", "__getattribute__")
+    are_usual = all(getattr(kind, name) is getattr(nn.Module, name) for name in names)
+    return is_torchs_own(nn.Module.__getattr__) and are_usual

@@ -19,22 +19,8 @@ from torch import nn
 
 _OF_TORCH = (
     *("abs", "add", "addcmul", "addmm", "amax", "amin", "argmax", "argmin", "baddbmm", "bmm", "cat", "ceil"),
-    *(
-        "chunk",
-        "clamp",
-        "clamp_max",
-        "clamp_min",
-        "clip",
-        "cos",
-        "cumprod",
-        "cumsum",
-        "diagonal",
-        "div",
-        "dot",
-        "einsum",
-        "eq",
-        "erf",
-    ),
+    *("chunk", "clamp", "clamp_max", "clamp_min", "clip", "cos", "cumprod", "cumsum", "diagonal", "div"),
+    *("dot", "einsum", "eq", "erf"),
     *("exp", "exp2", "expm1", "flatten", "flip", "floor", "gather", "ge", "gt", "index_select", "le"),
     *("lerp", "log", "log1p", "log2", "log_softmax", "logical_and", "logical_not", "logical_or"),
     *("logsumexp", "lt", "masked_fill", "matmul", "max", "maximum", "mean", "min", "minimum", "mm"),
@@ -101,26 +87,8 @@ METHODS = frozenset(
     [
         *_OF_TORCH,
         *("T", "bfloat16", "bool", "clone", "contiguous", "detach", "device", "dim", "double", "dtype"),
-        *(
-            "expand",
-            "expand_as",
-            "float",
-            "half",
-            "int",
-            "long",
-            "mT",
-            "ndim",
-            "reshape_as",
-            "shape",
-            "size",
-            "t",
-            "to",
-            "type_as",
-            "unbind",
-            "unflatten",
-            "view",
-            "view_as",
-        ),
+        *("expand", "expand_as", "float", "half", "int", "long", "mT", "ndim", "reshape_as", "shape"),
+        *("size", "t", "to", "type_as", "unbind", "unflatten", "view", "view_as"),
     ]
 )
 # Of these names a module's part is meant, where it may be either: `lambda x: block.norm(x)`.
@@ -168,30 +136,9 @@ PYTHONS = {one: names for one, names in _OF_PYTHON.items() if one.__module__ == 
 # By which columns may come into the place of rows, and be multiplied with each other.
 RESHAPING = frozenset(
     [
-        *(
-            "T",
-            "__getitem__",
-            "einsum",
-            "expand",
-            "expand_as",
-            "flatten",
-            "mT",
-            "movedim",
-            "outer",
-            "permute",
-        ),
-        *(
-            "reshape",
-            "reshape_as",
-            "stack",
-            "swapaxes",
-            "t",
-            "transpose",
-            "unflatten",
-            "unsqueeze",
-            "view",
-            "view_as",
-        ),
+        *("T", "__getitem__", "einsum", "expand", "expand_as", "flatten", "mT", "movedim", "outer"),
+        *("permute", "reshape", "reshape_as", "stack", "swapaxes", "t", "transpose", "unflatten"),
+        *("unsqueeze", "view", "view_as"),
     ]
 )
 MODULES = (torch, nn, F, math, torch.linalg, torch.special)
