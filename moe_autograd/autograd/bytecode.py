@@ -71,19 +71,16 @@ def _told_alike(one: dis.Instruction) -> list[tuple[str, Any, int]]:
     arg = one.arg or 0
     match one.opname:
         case name if name in _LOADS:
-            return [("LOAD", variable, 1) for variable in _variables(one)]
+            return [("LOAD", variable, 1) for variable in variables_of(one)]
         case name if name in _STORES:
-            return [("STORE", variable, -1) for variable in _variables(one)]
+            return [("STORE", variable, -1) for variable in variables_of(one)]
         case "STORE_FAST_LOAD_FAST":
-            stored, loaded = _variables(one)
+            stored, loaded = variables_of(one)
             return [("STORE", stored, -1), ("LOAD", loaded, 1)]
         case "LOAD_GLOBAL":
             return [("LOAD_GLOBAL", one.argval, 1)]
-        case "LOAD_METHOD":
-            return [("METHOD", one.argval, 0)]
-        case "LOAD_ATTR":
-            is_method = sys.version_info >= (3, 12) and bool(arg & 1)
-            return [("METHOD" if is_method else "ATTRIBUTE", one.argval, 0)]
+        case "LOAD_ATTR" | "LOAD_METHOD":
+            return [("METHOD" if looks_up_method(one) else "ATTRIBUTE", one.argval, 0)]
         case "LOAD_SUPER_ATTR":
             return [("OF_BASES", one.argval, -2)]
         case "PUSH_NULL":
@@ -104,6 +101,13 @@ def _told_alike(one: dis.Instruction) -> list[tuple[str, Any, int]]:
     return [(one.opname, one.argval, effect)]
 
 
-def _variables(one: dis.Instruction) -> tuple[str, ...]:
-    """Return the variables of an instruction; some have two."""
+def looks_up_method(one: dis.Instruction) -> bool:
+    """Whether an instruction looks up what is called next, as a method of something, or (from 3.12 on) of `super()`."""
+    if one.opname in ("LOAD_ATTR", "LOAD_SUPER_ATTR"):
+        return sys.version_info >= (3, 12) and bool((one.arg or 0) & 1)
+    return one.opname == "LOAD_METHOD"
+
+
+def variables_of(one: dis.Instruction) -> tuple[Any, ...]:
+    """Return the variables of an instruction that has some; from 3.13 on several have two."""
     return one.argval if isinstance(one.argval, tuple) else (one.argval,)

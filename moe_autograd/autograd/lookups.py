@@ -14,6 +14,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from moe_autograd.autograd.bytecode import variables_of
+
 
 class NotYet:
     """Stands for what is not there yet: a module that is imported when the code runs, or what is in it."""
@@ -29,8 +31,7 @@ def looked_up(code: types.CodeType, variables: dict[str, str]) -> Iterator[tuple
     path = imported = ""
     is_whole, constant = False, None
     for step in dis.get_instructions(code):
-        # from 3.13 on some do two things
-        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        names = variables_of(step)
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             path = step.argval
         elif step.opname == "IMPORT_NAME":

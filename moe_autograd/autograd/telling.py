@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dis
 import inspect
-import sys
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from moe_autograd.autograd.bytecode import looks_up_method
 from moe_autograd.autograd.lookups import NotYet, follow, looked_up, value_of
 
 TORCHS = "torch."  # how the names of its files begin
@@ -178,8 +178,8 @@ def _find_names(code: types.CodeType, told: weakref.ref[types.CodeType]) -> Name
             done, asked_there = _done_in(one)
             telling |= done
             asked += asked_there if one is code else [(method, "") for method, _ in asked_there]
-    found = tuple(of_globals), tuple(of_attributes), frozenset(telling), asked
-    return Names(told, *found, tuple(paths), tuple(stored))
+    looked = tuple(of_globals), tuple(of_attributes)
+    return Names(told, *looked, frozenset(telling), asked, tuple(paths), tuple(stored))
 
 
 def _told_by_keywords(code: types.CodeType) -> Iterator[str]:
@@ -232,7 +232,7 @@ def _done_in(code: types.CodeType) -> tuple[set[str], list[tuple[str, str]]]:
             is_passed_on = (steps[i - 2].opname, steps[i - 2].argval) == ("LOAD_ATTR", "requires_grad")
             if constant is not True and not (is_passed_on and step.argval == "requires_grad"):
                 done.add(step.argval)
-        elif step.argval in _METHODS and _is_method(step) and not _unfreezes(step, steps[i + 1]):
+        elif step.argval in _METHODS and looks_up_method(step) and not _unfreezes(step, steps[i + 1]):
             done.add(step.argval)
             asked.append((step.argval, _outside(steps[i - 1], code)))
     return done, asked
@@ -251,12 +251,3 @@ def _unfreezes(method: dis.Instruction, argument: dis.Instruction) -> bool:
     if argument.opname == "LOAD_CONST":
         return argument.argval is True
     return argument.opname in ("PRECALL", "CALL") and argument.arg == 0
-
-
-def _is_method(step: dis.Instruction) -> bool:
-    """Whether an instruction looks up what is called next, as a method of something."""
-    if step.opname == "LOAD_ATTR":
-        return sys.version_info >= (3, 12) and bool((step.arg or 0) & 1)
-    if step.opname == "LOAD_SUPER_ATTR":  # from 3.12 on: of `super()`
-        return bool((step.arg or 0) & 1)
-    return step.opname == "LOAD_METHOD"
