@@ -89,8 +89,8 @@ def work_among(parts: Iterable[Any], num_elements: int) -> tuple[int, int]:
     for part, width in multiplying:
         own = sum([one.numel() for one in part._parameters.values() if one is not None])
         num_weights += own
-        times = growth_of(part) if type(part) in TRANSPOSED else 1
-        work += math.ceil(num_made / width if width else num_positions / times) * own
+        growth = growth_of(part) if type(part) in TRANSPOSED else 1
+        work += math.ceil(num_made / width if width else num_positions / growth) * own
     return num_weights, work
 
 

@@ -94,7 +94,7 @@ class _Used:
         result = self._result()
         return (
             self._edge in by_name
-            or any(map(_looks, (self._hooks() or {}).values()))
+            or _has_users(self._hooks)
             or any(self._sees(hook) for hook in (self._hooks_of_node() or {}).values())
             or (result is not None and result.retains_grad and id(result.grad_fn) == self._edge[0])
         )
@@ -123,13 +123,14 @@ class _Refusal:
         if grad is None or is_backward_compiled() or not self._looks.of_this_backward() & self._below:
             return
         numbers = all_of(grad)
-        if numbers.layout is not torch.strided or numbers.any() or self._may_be_changed():
+        # Zeros miss nothing, `torch.stack(states)[0]` has them for all other states: unless a later hook changes them.
+        if numbers.layout is not torch.strided or numbers.any() or _has_users(self._hooks):
             raise RuntimeError(f"{self._looks.name}: {_MISSED}")
-        # zeros miss nothing: `torch.stack(states)[0]` has them for all other states
 
-    def _may_be_changed(self) -> bool:
-        """Whether a hook of a user's comes after this one."""
-        return any(map(_looks, (self._hooks() or {}).values()))
+
+def _has_users(hooks: weakref.ref[Any]) -> bool:
+    """Whether one of a result's hooks is a user's."""
+    return any(map(_looks, (hooks() or {}).values()))
 
 
 def _looks(hook: object) -> bool:
