@@ -182,11 +182,9 @@ class _Reader:
         """Note which attribute of `self` is looked up next."""
         if (step := self._attribute_at(place)) is None:
             return False
-        name = step.value
-        if step.name == "METHOD" or (
-            self._reading.around is not None and self._num_arguments(place) < math.inf
-        ):
-            self._reading.called.setdefault(name, []).append(self._num_arguments(place))
+        name, num_arguments = step.value, self._num_arguments(place)
+        if step.name == "METHOD" or (self._reading.around is not None and num_arguments < math.inf):
+            self._reading.called.setdefault(name, []).append(num_arguments)
         elif self._is_measured(place):
             self._reading.listed.add(name)
             return True
@@ -215,8 +213,9 @@ class _Reader:
             return False
         last = place + 1 + len(before)
         self._understood.update(range(place, last + 1))
-        self._reading.of_bases.setdefault(method.value, []).append(self._num_arguments(last))
-        return self._reading.is_method and self._num_arguments(last) < math.inf
+        num_arguments = self._num_arguments(last)
+        self._reading.of_bases.setdefault(method.value, []).append(num_arguments)
+        return self._reading.is_method and num_arguments < math.inf
 
     def _is_asked(self, place: int) -> bool:
         """Whether a method that tensors do not have is called there, of what a function takes from around itself."""
@@ -233,7 +232,7 @@ class _Reader:
 
     def _is_measured(self, place: int) -> bool:
         """Whether `len` is called of the attribute that is looked up there."""
-        if place < 2 or place + 1 >= len(self._steps):
+        if place < 2:
             return False
         function, this, _, call = self._steps[place - 2 : place + 2]
         if (function.name, function.value) != ("LOAD_GLOBAL", "len") or this.is_target or call.is_target:
@@ -242,9 +241,10 @@ class _Reader:
 
     def _takes_one_of(self, place: int) -> bool:
         """Whether of the parts in the list that is looked up there one is taken by its number, and called."""
-        number, index = self._steps[place + 1 : place + 3] if place + 2 < len(self._steps) else (None, None)
-        if number is None or index is None or not is_index(index) or number.is_target or index.is_target:
+        taken = self._steps[place + 1 : place + 3]
+        if not is_index(taken[-1]) or any(step.is_target for step in taken):
             return False
+        number = taken[0]
         if number.name == "LOAD":
             is_number = number.value != self._this and number.value not in self._parts
         else:
