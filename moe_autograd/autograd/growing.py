@@ -7,6 +7,7 @@ others, is not known: so a layer counts as if it were given a single position in
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -47,10 +48,6 @@ def _of_pad(own: Mapping[str, Any], most: float = math.inf) -> Iterable[float]:
     return [min(most, 1 + begin + end) for begin, end in zip(ends[::2], ends[1::2], strict=True)]
 
 
-def _of_pad_by_itself(own: Mapping[str, Any]) -> Iterable[float]:
-    return _of_pad(own, 3)
-
-
 def _of_transposed(own: Mapping[str, Any]) -> Iterable[float]:
     """Of n positions it makes (n - 1) * stride + one kernel; a few more if it is told so by `output_size`."""
     names = ("stride", "padding", "kernel_size", "dilation", "output_padding")
@@ -61,10 +58,6 @@ def _of_transposed(own: Mapping[str, Any]) -> Iterable[float]:
 def _of_upsample(own: Mapping[str, Any], num_directions: int = 3) -> Iterable[float]:
     wanted = own["scale_factor"] if own["size"] is None else own["size"]
     return _numbers(wanted, _DIRECTIONS.get(own["mode"], num_directions))
-
-
-def _of_upsample_2d(own: Mapping[str, Any]) -> Iterable[float]:
-    return _of_upsample(own, 2)
 
 
 def _of_unfold(own: Mapping[str, Any]) -> Iterable[float]:
@@ -90,10 +83,6 @@ def _of_channels(own: Mapping[str, Any]) -> Iterable[float]:
     return _numbers(own["size"], 1)
 
 
-def _stays(own: Mapping[str, Any]) -> Iterable[float]:
-    return ()
-
-
 def _numbers(given: Any, num_directions: int) -> tuple[float, ...]:
     """Return a layer's number for each direction, where it may have one for all."""
     numbers = given if type(given) is tuple else (given,) * num_directions
@@ -105,14 +94,15 @@ def _numbers(given: Any, num_directions: int) -> tuple[float, ...]:
 _RULES: Mapping[type, Callable[[Mapping[str, Any]], Iterable[float]]] = {
     **dict.fromkeys(TRANSPOSED, _of_transposed),
     **dict.fromkeys(_PADS, _of_pad),
-    **dict.fromkeys(_PADS_BY_ITSELF, _of_pad_by_itself),
-    **dict.fromkeys([nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d], _of_upsample_2d),
-    **dict.fromkeys([nn.ChannelShuffle, nn.PixelUnshuffle], _stays),
+    **dict.fromkeys(_PADS_BY_ITSELF, functools.partial(_of_pad, most=3)),
+    **dict.fromkeys([nn.ChannelShuffle, nn.PixelUnshuffle], lambda own: ()),
     nn.Fold: _of_fold,
     nn.LocalResponseNorm: _of_channels,
     nn.PixelShuffle: _of_shuffle,
     nn.Unfold: _of_unfold,
     nn.Upsample: _of_upsample,
+    nn.UpsamplingBilinear2d: functools.partial(_of_upsample, num_directions=2),
+    nn.UpsamplingNearest2d: functools.partial(_of_upsample, num_directions=2),
 }
 # Each with the number of its parameters.
 GROWING: Mapping[type, int] = {kind: 2 if kind in TRANSPOSED else 0 for kind in _RULES}
