@@ -73,6 +73,13 @@ def forwards(layer: nn.Module, x: Tensor) -> Callable[[], Mapping[str, float]]:
     return run
 
 
+def run_of(
+    layer: nn.Module, x: Tensor, grad: Tensor, *, only_forward: bool
+) -> Callable[[], Mapping[str, float]]:
+    """Return what makes one round of a layer."""
+    return forwards(layer, x) if only_forward else passes(layer, x, grad)
+
+
 def check_equal(layers: Mapping[str, nn.Module], x: Tensor, grad: Tensor) -> None:
     """Compare each layer's result and the gradient of its tokens with ours.
 
@@ -98,9 +105,7 @@ def rows_of(name: str, rounds: int, dtype: torch.dtype, *, only_forward: bool) -
     x = torch.randn(1, size.num_tokens, size.d_model, dtype=dtype, requires_grad=True)
     grad = torch.randn_like(x)
     check_equal(layers, x, grad)
-    runs = {
-        of: forwards(layer, x) if only_forward else passes(layer, x, grad) for of, layer in layers.items()
-    }
+    runs = {of: run_of(layer, x, grad, only_forward=only_forward) for of, layer in layers.items()}
     taken = take_turns(runs, rounds=rounds)
     whole = "forward" if only_forward else "both"
     ours = taken["ours"][whole]
@@ -110,18 +115,21 @@ def rows_of(name: str, rounds: int, dtype: torch.dtype, *, only_forward: bool) -
     ]
 
 
-def print_peak(name: str, of: str, dtype: torch.dtype) -> None:
-    """Print what five passes of one layer have resident at most, beyond its weights, and `x` and its gradient."""
+def print_peak(name: str, of: str, dtype: torch.dtype, *, only_forward: bool) -> None:
+    """Print what five rounds of one layer have resident at most, beyond its weights, and `x` and its gradient."""
     size = SIZES[name]
     layer = layers_of(size, dtype)[of]
     x = torch.randn(1, size.num_tokens, size.d_model, dtype=dtype, requires_grad=True)
-    run = passes(layer, x, torch.randn_like(x))
+    run = run_of(layer, x, torch.randn_like(x), only_forward=only_forward)
     print(peak_beyond_now(lambda: [run() for _ in range(5)]))
 
 
-def peak_rows(name: str, rounds: int, dtype: torch.dtype) -> Sequence[Sequence[object]]:
+def peak_rows(
+    name: str, rounds: int, dtype: torch.dtype, *, only_forward: bool
+) -> Sequence[Sequence[object]]:
     """Measure each layer in processes of its own, in turns: where the allocator puts things differs by a tenth."""
     program = [sys.executable, "-W", "ignore", "-m", "benchmarks.local_layer.main", "--dtype", str(dtype)[6:]]
+    program += ["--inference"] if only_forward else []
 
     def peak_mb(of: str) -> float:
         command = [*program, "--peak-of", name, of]
@@ -144,7 +152,7 @@ def main(
     for name in names:
         print(f"{name}: {SIZES[name]}, {dtype}")
     if counts_memory:
-        rows = [row for name in names for row in peak_rows(name, rounds, dtype)]
+        rows = [row for name in names for row in peak_rows(name, rounds, dtype, only_forward=only_forward)]
         print_table(("layer", "whose", "peak, MB", "times ours"), rows)
         return
     rows = [row for name in names for row in rows_of(name, rounds, dtype, only_forward=only_forward)]
@@ -160,12 +168,12 @@ if __name__ == "__main__":
     parser.add_argument(
         "--memory", action="store_true", help="count memory, each layer in processes of its own"
     )
-    parser.add_argument("--inference", action="store_true", help="time forwards without gradients")
+    parser.add_argument("--inference", action="store_true", help="forwards without gradients")
     parser.add_argument("--peak-of", nargs=2, metavar=("SIZE", "LAYER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     chosen_dtype = getattr(torch, arguments.dtype)
     if arguments.peak_of:
-        print_peak(*arguments.peak_of, chosen_dtype)
+        print_peak(*arguments.peak_of, chosen_dtype, only_forward=arguments.inference)
     else:
         main(
             arguments.rounds,

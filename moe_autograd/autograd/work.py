@@ -92,22 +92,25 @@ def work_of(
     what a map in turn costs. Each class is looked at once for all calls: `readings` keeps what was found, and `kinds`
     those of torch's that the caller is to look at.
     """
-    if callee is None:
-        tally, parts = _Tally(), [module]
-    else:
-        tally, parts = _Tally.of(callee), [*callee.parts]
-    most_parts = MOST_PARTS
+    tally: _Tally | None = None  # layers alone, as most calls are, want none
+    parts: list[Any] = [module]
+    if callee is not None:
+        tally, parts[:] = _Tally.of(callee), callee.parts
+    num_parameters, most_parts = 0, MOST_PARTS
     in_place: list[Any] = []
     for part in parts:  # which grows
         kind = type(part)
         count = ONLY_COMPUTE.get(kind)
         if count is None:
+            tally = tally or _Tally()
             if not tally.takes(part, readings):
                 return None
         else:
             kinds.add(kind)
-            if kind in _TO_LOOK_AT and (count := tally.count_of(part, count)) < 0:
-                return None
+            if kind in _TO_LOOK_AT:
+                tally = tally or _Tally()
+                if (count := tally.count_of(part, count)) < 0:
+                    return None
         own = part.__dict__
         if "forward" in own or "_call_impl" in own or "_modules" not in own:
             return None
@@ -129,8 +132,8 @@ def work_of(
                     num_elements += parameter.numel()
                 elif parameter is not None:
                     return None
-            tally.num_parameters += num_elements
-            if count is None:
+            num_parameters += num_elements
+            if tally is not None and count is None:
                 tally.num_elsewhere += num_elements
         if children := own["_modules"]:
             if type(children) not in PLAIN_DICTS:
@@ -140,18 +143,21 @@ def work_of(
                 most_parts = 2 * len({*map(id, parts)})
                 if len(parts) > most_parts:
                     return None
-    if in_place and (tally.takes_single_parts or not _changes_its_own(parts, in_place)):
+    takes_single_parts = tally is not None and tally.takes_single_parts
+    if in_place and (takes_single_parts or not _changes_its_own(parts, in_place)):
         return None
-    return tally.work(parts, size)
+    if tally is None:
+        widest = max(num_parameters, size.width)
+        return Work(size.fewest_rows * widest, size.num_rows * widest, draws=False, is_read=True)
+    return tally.work(parts, size, num_parameters)
 
 
 @dataclasses.dataclass(slots=True)
 class _Tally:
-    """What the parts of a call come to.
+    """What the parts of a call come to, where some are more than plain layers of torch's.
 
     Attributes:
-        num_parameters: numbers in weights; `num_elsewhere` of them are in classes that are not torch's own, which may
-            multiply by them or not.
+        num_elsewhere: numbers in weights of classes that are not torch's own, which may multiply by them or not.
         num_in_buffers: numbers in buffers of what is read.
         num_read: operations in what is read; all of it is run `num_times` at most.
         growth: how many times as many positions come out as went in.
@@ -162,7 +168,6 @@ class _Tally:
         is_spatial, is_composed: whether some part is one of `SPATIAL` or `GROWING`, of `COMPOSED`.
     """
 
-    num_parameters: int = 0
     num_elsewhere: int = 0
     num_in_buffers: int = 0
     num_read: int = 0
@@ -235,12 +240,11 @@ class _Tally:
                 return -1
         return count
 
-    def work(self, parts: Sequence[Any], size: Size) -> Work | None:
-        """Return the work of them all with inputs of this size; `None` if nobody knows."""
+    def work(self, parts: Sequence[Any], size: Size, num_parameters: int) -> Work | None:
+        """Return the work of them all, with so many parameters, with inputs of this size; `None` if nobody knows."""
         if self.growth > 1 and self.is_again:
             return None
-        num_parameters, num_elsewhere = self.num_parameters, self.num_elsewhere
-        multiplied = 0
+        num_elsewhere, multiplied = self.num_elsewhere, 0
         if self.is_composed:
             if self.is_spatial or not size.is_here or (rows := rows_among(parts, size)) is None:
                 return None

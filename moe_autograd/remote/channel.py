@@ -108,8 +108,8 @@ class Channel:
                 "Call experts within the block of `connect`."
             ) from cause
 
-    def _check_thread(self, rpc: str) -> None:
-        """Refuse an RPC for which grpc needs a thread that the system does not have.
+    def _check_threads(self, rpc: str, num_threads: int) -> None:
+        """Refuse an RPC for which grpc needs threads that the system does not have.
 
         It would begin the call all the same and let nobody read its events: that channel never closes, and each later
         call that needs a thread waits there for ever. While the interpreter takes itself apart, whoever begins a thread
@@ -120,16 +120,22 @@ class Channel:
                 f"server at {self.address}, {phase_of(rpc)}: expected a thread to send from, got an interpreter that "
                 "takes itself apart. Nothing was sent. Call it earlier, as in a function of `atexit`."
             )
-        probe = threading.Thread(daemon=True)  # which does nothing
+        probes: list[threading.Thread] = []
+        are_all_there = threading.Lock()
         try:
-            with uninterrupted():  # which `threading` makes a RuntimeError of, too
-                probe.start()
+            with uninterrupted(), are_all_there:  # `threading` makes a RuntimeError of Ctrl-C, too
+                for _ in range(num_threads):
+                    probe = threading.Thread(target=_pass, args=(are_all_there,), daemon=True)
+                    probe.start()
+                    probes.append(probe)
         except RuntimeError as error:
             raise RemoteError(
                 f"server at {self.address}, {phase_of(rpc)}: expected a thread to send from, got {str(error)!r}. "
                 "Nothing was sent. Raise the limit of threads of this process."
             ) from error
-        probe.join()
+        finally:
+            for probe in probes:
+                probe.join()
 
     def note_round_trip(self, taken_s: float) -> None:
         """Learn how long an RPC took that is one message each way."""
@@ -162,7 +168,7 @@ class Channel:
             try:
                 with GATE.passage(may_interrupt=True) as passage:
                     begin, deadline = self._stubs_now().unary[rpc].future, Deadline(_TELL_TIMEOUT_S)
-                    call = self._begin(rpc, begin, seal(request), deadline, passage)
+                    call = self._begin(rpc, begin, seal(request), deadline, passage, num_threads=1)
                     self._told.add(call)  # grpc cancels a call that nobody holds
                     call.add_done_callback(end)
             except (KeptWaitingError, RemoteError, ValueError):  # it is being closed, or there is no thread
@@ -188,10 +194,10 @@ class Channel:
         """
         stubs = self._stubs_now()
         if rest is None:
-            stream = self._begin(rpc, stubs.reply_stream[rpc], first, deadline, passage, has_thread=False)
+            stream = self._begin(rpc, stubs.reply_stream[rpc], first, deadline, passage, num_threads=0)
         else:
             messages = itertools.chain([first], rest)
-            stream = self._begin(rpc, stubs.both_stream[rpc], messages, deadline, passage)
+            stream = self._begin(rpc, stubs.both_stream[rpc], messages, deadline, passage, num_threads=2)
         self._left.end_all_but(1)  # the last: whoever has answered a later one has ended those before
         return stream
 
@@ -203,17 +209,17 @@ class Channel:
         deadline: Deadline,
         passage: Passage,
         *,
-        has_thread: bool = True,
+        num_threads: int,
     ) -> Any:
-        """Begin an RPC in a passage, and return gRPC's call; `has_thread`: whether a thread of gRPC serves it."""
-        if has_thread:
-            self._check_thread(rpc)
+        """Begin an RPC in a passage, and return gRPC's call; `num_threads` of gRPC serve it."""
+        if num_threads:
+            self._check_threads(rpc, num_threads)
         try:
             call = begin(sent, timeout=deadline.remaining_s, metadata=self.token.metadata)
         except ValueError as error:  # grpc's, where `close` comes in between
             self._check_open(error)
             raise
-        passage.carry(call, has_thread=has_thread)
+        passage.carry(call, has_thread=num_threads > 0)
         return call
 
     def leave(self, stream: Any) -> None:
@@ -270,3 +276,8 @@ class Channel:
         except CorruptDataError as error:
             place = operation.place(f"server at {self.address}", rpc)
             raise CorruptDataError(f"{place}: {error}") from error.__cause__ or error
+
+
+def _pass(lock: threading.Lock) -> None:
+    with lock:
+        pass

@@ -17,7 +17,7 @@ from moe_autograd.remote import HedgePolicy, RemoteExperts, RemoteOptimizer, Ret
 from moe_autograd.remote.cancelling import Cancellation
 from moe_autograd.remote.fanout import Fanout
 from tests.support.hosting import LR, sgd
-from tests.support.scarce import no_descriptor_to_give, no_thread_to_give
+from tests.support.scarce import few_threads_to_give, no_descriptor_to_give, no_thread_to_give
 from tests.support.servers import START_S
 
 ONCE = RetryPolicy(max_retries=0)
@@ -65,9 +65,10 @@ def test_what_may_be_asked_twice_is_asked_once() -> None:
             torch.testing.assert_close(experts["a"](x), module(x))
 
 
+@pytest.mark.parametrize("num_left", [0, 1])
 @pytest.mark.parametrize("what", ["a large tensor", "weights"])
-def test_what_grpc_needs_a_thread_for_is_refused_and_works_again_later(
-    addresses: list[str], what: str
+def test_what_grpc_needs_threads_for_is_refused_and_works_again_later(
+    addresses: list[str], what: str, num_left: int
 ) -> None:
     with connect(addresses[0], timeout_s=START_S, retry=ONCE) as experts:
         state = experts.state_dict()
@@ -79,9 +80,11 @@ def test_what_grpc_needs_a_thread_for_is_refused_and_works_again_later(
                 experts["a"](torch.ones(1 << 20, 4))
 
         message = r"server at .*: expected a thread to send from, got .* Nothing was sent\. Raise the limit of threads"
-        with no_thread_to_give(), pytest.raises(RemoteError, match=message):
+        scarce = few_threads_to_give(num_left) if num_left else no_thread_to_give()
+        with scarce, pytest.raises(RemoteError, match=message):
             send()
-        send()
+        with few_threads_to_give(2):
+            send()
 
 
 def test_what_there_is_no_descriptor_for_says_what_to_raise_and_works_later(addresses: list[str]) -> None:

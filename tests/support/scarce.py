@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -17,6 +18,29 @@ def no_thread_to_give() -> Iterator[None]:
         yield
     finally:
         threading.stack_size(usual)
+
+
+@contextlib.contextmanager
+def few_threads_to_give(most: int) -> Iterator[None]:
+    """Within, so many of the threads that are started there are alive at most. (To root a system gives any number.)"""
+    usual, places = threading._start_new_thread, threading.Semaphore(most)  # type: ignore[attr-defined]
+
+    def start(function: Callable[..., object], *args: Any) -> int:
+        def run(*given: Any) -> None:
+            try:
+                function(*given)
+            finally:
+                places.release()
+
+        if not places.acquire(blocking=False):
+            raise RuntimeError("can't start new thread")
+        return usual(run, *args)
+
+    threading._start_new_thread = start  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        threading._start_new_thread = usual  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
