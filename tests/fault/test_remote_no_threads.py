@@ -83,8 +83,7 @@ def test_what_grpc_needs_threads_for_is_refused_and_works_again_later(
         scarce = few_threads_to_give(num_left) if num_left else no_thread_to_give()
         with scarce, pytest.raises(RemoteError, match=message):
             send()
-        with few_threads_to_give(2):
-            send()
+        send()
 
 
 def test_what_there_is_no_descriptor_for_says_what_to_raise_and_works_later(addresses: list[str]) -> None:
