@@ -74,6 +74,7 @@ class _Certificates:
 
     def read(self) -> _Contents:
         """Return what is in the files now; raises `ConfigError`."""
+        refuse_pipes(self._cert, self._key, self._client_ca)
         client_ca = None if self._client_ca is None else read_file(self._client_ca, "client_ca")
         return read_file(self._key, "tls_key"), read_file(self._cert, "tls_cert"), client_ca
 
@@ -110,7 +111,6 @@ class _Certificates:
 
     def _look(self) -> None:
         try:
-            refuse_pipes(self._cert, self._key, self._client_ca)
             if (now := self.read()) != self._in_use:
                 new = self.take(now)
                 with self._lock:

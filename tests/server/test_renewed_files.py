@@ -21,7 +21,7 @@ from torch import nn
 from experts_server import ExpertsServer
 from experts_server.configuration.config import SecurityConfig, ServingConfig
 from experts_server.serving import followed
-from experts_server.serving.certificates import _Certificates
+from experts_server.serving.certificates import _Certificates, check_credentials
 from experts_server.serving.security import Gate
 from moe_autograd.errors import ConfigError, PermissionDeniedError
 from moe_autograd.wire import experts_pb2 as pb
@@ -365,3 +365,10 @@ def test_a_client_names_the_file_that_has_gone_since_it_was_read(
     before_openssl_reads(monkeypatch, (in_use / "ca.pem").unlink)
     with pytest.raises(ValueError, match=r"got '.*ca\.pem' \(.*No such file or directory\)"):
         channel_credentials(in_use / "ca.pem", None, None)
+
+
+def test_a_pipe_in_the_place_of_a_certificate_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="expected a file, got .*pipe.*, which is none"):
+        check_credentials(SecurityConfig(tls_cert=pipe, tls_key=pipe))

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from moe_autograd._interrupts import unwindable, unwinding
+from moe_autograd._interrupts import uninterrupted, unwindable, unwinding
 from moe_autograd.autograd.hooks import at_end_of_backward
 from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.offload.checks import check_hooks, check_optimizer, check_trained
@@ -228,20 +228,22 @@ class HeldExpert(HeldModule):
     def _update(self) -> None:
         assert self._optimizer is not None
         views = self.gradients.views()
-        self.is_updated = True  # also if it raises: nobody knows how far it came
-        try:
-            self._optimizer.step({name: views[name] for name in self.with_gradient})
-        except BaseException as error:
-            add_note(
-                error,
-                f"step: raised by the optimizer of {self.name}, whose weights and state are as that left them. These "
-                "gradients update it no more.",
-            )
-            raise
-        finally:
-            self.residency.changed(self.weights)
-            self.num_updates += 1
-            self._keep_update()
+        with uninterrupted() as section:  # else what an optimizer has made could be lost, and nobody be told
+            self.is_updated = True  # also if it raises: nobody knows how far it came
+            try:
+                with section.opened():
+                    self._optimizer.step({name: views[name] for name in self.with_gradient})
+            except BaseException as error:
+                add_note(
+                    error,
+                    f"step: raised by the optimizer of {self.name}, whose weights and state are as that left them. "
+                    "These gradients update it no more.",
+                )
+                raise
+            finally:
+                self.residency.changed(self.weights)
+                self.num_updates += 1
+                self._keep_update()
 
     def _keep_update(self) -> None:
         """Take what an update made into the parts: of weights, and of the optimizer's state."""
