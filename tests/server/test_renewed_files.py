@@ -370,5 +370,5 @@ def test_a_client_names_the_file_that_has_gone_since_it_was_read(
 def test_a_pipe_in_the_place_of_a_certificate_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(ConfigError, match="expected a file, got .*pipe.*, which is none"):
+    with pytest.raises(ConfigError, match="which is none"):
         check_credentials(SecurityConfig(tls_cert=pipe, tls_key=pipe))
