@@ -20,7 +20,7 @@ from experts_server.hosting.randomness import RandomStream
 from experts_server.hosting.separating import is_row_wise
 from experts_server.spec import infer_spec
 from moe_autograd._contexts import contextmanager
-from moe_autograd.autograd.computed_from import uses_of
+from moe_autograd.autograd.modules.computed_from import uses_of
 from moe_autograd.autograd.walks import gradient_edge
 from moe_autograd.errors import ExpertFailedError, InvalidCallError, RemoteError
 from moe_autograd.wire.status import told

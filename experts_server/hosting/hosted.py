@@ -45,7 +45,7 @@ from experts_server.hosting.ledger import Ledger, Reply
 from experts_server.hosting.offloading import Lodger, OffloadMemory
 from experts_server.hosting.own_memory import OwnMemory, apart
 from experts_server.hosting.training import Trainer, Training
-from moe_autograd.autograd.compiled import is_compiled
+from moe_autograd.autograd.contents.compiled import is_compiled
 from moe_autograd.autograd.in_turn import is_small
 from moe_autograd.errors import InputsNeededError, RemoteError
 from moe_autograd.wire import experts_pb2 as pb

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_autograd.autograd.grouping import has_group
-from moe_autograd.autograd.joined import ACCUMULATE_GRAD
+from moe_autograd.autograd.joining.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.walks import Edge, walk
 
 

@@ -50,15 +50,15 @@ from moe_autograd._random import CallSeeds
 from moe_autograd._streams import accelerator_in_use
 from moe_autograd._threads import start_soon
 from moe_autograd._waiting import wait
-from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.hooks import nested_backwards
-from moe_autograd.autograd.joined import Parts, Tensors, split, which_are_wanted
-from moe_autograd.autograd.joined_modules import JoinedModules
-from moe_autograd.autograd.module_calls import ModuleCall
+from moe_autograd.autograd.joining.accumulating import Wanted
+from moe_autograd.autograd.joining.joined import Parts, Tensors, split, which_are_wanted
+from moe_autograd.autograd.joining.sums import Sums, shared_by_many
+from moe_autograd.autograd.modules.joined_modules import JoinedModules
+from moe_autograd.autograd.modules.module_calls import ModuleCall
 from moe_autograd.autograd.runs import Map, run_calls
 from moe_autograd.autograd.sleeping_hooks import all_hooks_sleep
 from moe_autograd.autograd.split_backward import PendingWeightGradients, is_in_first_part
-from moe_autograd.autograd.sums import Sums, shared_by_many
 from moe_autograd.autograd.this_backward import kept_by_this_backward, on_this_thread
 from moe_autograd.autograd.uncompiled import left_alone
 

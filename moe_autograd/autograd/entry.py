@@ -30,9 +30,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from moe_autograd._contexts import contextmanager
 from moe_autograd._random import running
 from moe_autograd._streams import accelerator_in_use, as_on_lane
+from moe_autograd.autograd.contents.in_objects import makes_itself, notes_on, put_on
+from moe_autograd.autograd.contents.leaves import LookedThrough, leaves_of
 from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, declare, differs, to_declare
-from moe_autograd.autograd.in_objects import makes_itself, notes_on, put_on
-from moe_autograd.autograd.leaves import LookedThrough, leaves_of
 from moe_autograd.autograd.runs import Map
 from moe_autograd.autograd.uncompiled import left_alone
 from moe_autograd.autograd.walks import gradient_edge, walk

@@ -20,7 +20,9 @@ from torch.autograd.function import Function
 from torch.autograd.graph import Node
 
 from moe_autograd._ambient import refuse_tangents
-from moe_autograd.autograd.accumulating import (
+from moe_autograd.autograd.emulated import arguments_of, call_backward, call_forward, materialize, options_of
+from moe_autograd.autograd.grad_dtypes import GradDtypes, declared_grad_dtypes
+from moe_autograd.autograd.joining.accumulating import (
     AtOnce,
     Wanted,
     add_where_possible,
@@ -28,10 +30,8 @@ from moe_autograd.autograd.accumulating import (
     is_worth_adding,
     may_add_at_once,
 )
-from moe_autograd.autograd.boxed import Grads
-from moe_autograd.autograd.emulated import arguments_of, call_backward, call_forward, materialize, options_of
-from moe_autograd.autograd.grad_dtypes import GradDtypes, declared_grad_dtypes
-from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, which_are_wanted
+from moe_autograd.autograd.joining.boxed import Grads
+from moe_autograd.autograd.joining.joined import ACCUMULATE_GRAD, Joined, Tensors, which_are_wanted
 from moe_autograd.autograd.result_hooks import Arrived, See
 from moe_autograd.autograd.split_backward import is_in_first_part
 

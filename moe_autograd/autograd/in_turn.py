@@ -48,15 +48,15 @@ from torch.nn.modules import module as module_globals
 
 from moe_autograd._intraop import num_cores
 from moe_autograd._random import CallSeeds, own_streams, running
-from moe_autograd.autograd.arithmetic import Reading
-from moe_autograd.autograd.callees import Callees
-from moe_autograd.autograd.composed import COMPOSED
-from moe_autograd.autograd.known_arithmetic import is_torchs_own
 from moe_autograd.autograd.notes import add_note
+from moe_autograd.autograd.reading.arithmetic import Reading
+from moe_autograd.autograd.reading.callees import Callees
+from moe_autograd.autograd.reading.composed import COMPOSED
+from moe_autograd.autograd.reading.known_arithmetic import is_torchs_own
+from moe_autograd.autograd.reading.sizes import size_of
+from moe_autograd.autograd.reading.work import ONLY_COMPUTE, work_of
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.runs import name_of_call
-from moe_autograd.autograd.sizes import size_of
-from moe_autograd.autograd.work import ONLY_COMPUTE, work_of
 
 MOST_SMALL = 1 << 20
 # With one intra-op thread, on two cores: calls of 2^22 and their backwards took 1.9 times as long on threads, those of

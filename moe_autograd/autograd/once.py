@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import Function
 
-from moe_autograd.autograd.batched import Batches
+from moe_autograd.autograd.joining.batched import Batches
 
 
 def not_twice(

@@ -31,13 +31,13 @@ from torch.utils.checkpoint import noop_context_fn
 from moe_autograd._ambient import refuse_transforms
 from moe_autograd._streams import accelerator_in_use, are_elsewhere, use_here
 from moe_autograd.autograd.alone import apply_alone, run_alone
-from moe_autograd.autograd.changes import refuse_shared_changes
+from moe_autograd.autograd.contents.in_objects import with_tensors_in_objects
 from moe_autograd.autograd.emulated import check_is_function
 from moe_autograd.autograd.function_calls import FunctionCall, JoinedFunctions, applies_as_usual
 from moe_autograd.autograd.grouping import group_calls, recomputed_in_group, ungroup
-from moe_autograd.autograd.in_objects import with_tensors_in_objects
 from moe_autograd.autograd.in_turn import call_in_turn
-from moe_autograd.autograd.join import join
+from moe_autograd.autograd.joining.join import join
+from moe_autograd.autograd.modules.changes import refuse_shared_changes
 from moe_autograd.autograd.ordered_hooks import ordered_hooks
 from moe_autograd.autograd.recompute import Recompute, as_recompute
 from moe_autograd.autograd.runs import Map, run_calls

@@ -36,10 +36,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from moe_autograd._streams import continue_after, queued_here
 from moe_autograd._waiting import wait
+from moe_autograd.autograd.contents.in_modules import NOT_MADE_YET
+from moe_autograd.autograd.contents.reaching import Held
 from moe_autograd.autograd.grouping import around
-from moe_autograd.autograd.in_modules import NOT_MADE_YET
 from moe_autograd.autograd.notes import add_note
-from moe_autograd.autograd.reaching import Held
 from moe_autograd.autograd.watched import State, Watched
 
 WARN_AFTER_S = 60.0

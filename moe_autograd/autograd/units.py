@@ -14,21 +14,25 @@ from torch.autograd.function import Function
 
 from moe_autograd._random import running
 from moe_autograd._streams import accelerator_in_use, use_here
-from moe_autograd.autograd.closures import look_into
+from moe_autograd.autograd.contents.closures import look_into
+from moe_autograd.autograd.contents.in_modules import NOT_MADE_YET
+from moe_autograd.autograd.contents.in_objects import (
+    HOLDS_NOTHING,
+    tensors_in_objects,
+    with_tensors_in_objects,
+)
+from moe_autograd.autograd.contents.leaves import LookedThrough, leaves_of
+from moe_autograd.autograd.contents.named import functions_within, globals_of
+from moe_autograd.autograd.contents.ranks import are_for_one_call, has_other_ranks
+from moe_autograd.autograd.contents.reaching import Held, Known
+from moe_autograd.autograd.contents.telling import CHANGING, SETTING, SURE, TALKING
 from moe_autograd.autograd.deferred import DeferringModules, may_defer
 from moe_autograd.autograd.entry import flatten
 from moe_autograd.autograd.grouping import Unit, around
-from moe_autograd.autograd.in_modules import NOT_MADE_YET
-from moe_autograd.autograd.in_objects import HOLDS_NOTHING, tensors_in_objects, with_tensors_in_objects
-from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
-from moe_autograd.autograd.leaves import LookedThrough, leaves_of
-from moe_autograd.autograd.module_calls import Planned
-from moe_autograd.autograd.named import functions_within, globals_of
-from moe_autograd.autograd.ranks import are_for_one_call, has_other_ranks
-from moe_autograd.autograd.reaching import Held, Known
+from moe_autograd.autograd.modules.joined_modules import JoinedModules, run_module_calls
+from moe_autograd.autograd.modules.module_calls import Planned
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.runs import Map, is_under_mode_of_torch
-from moe_autograd.autograd.telling import CHANGING, SETTING, SURE, TALKING
 from moe_autograd.autograd.turns import Turns, may_be_changed, shared_modules
 
 _HOLD_NOTHING = frozenset([Tensor, nn.Parameter, *HOLDS_NOTHING])  # arguments, mostly

@@ -33,13 +33,13 @@ import torch
 from torch import Tensor
 
 from moe_autograd.autograd.grouping import Failures
-from moe_autograd.autograd.joined import has_any, split, which_are_wanted
+from moe_autograd.autograd.joining.joined import has_any, split, which_are_wanted
+from moe_autograd.autograd.modules.used_elsewhere import tie_uses
 from moe_autograd.autograd.once import not_twice
 from moe_autograd.autograd.result_hooks import skip_missing_gradients
 from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_later
 from moe_autograd.autograd.this_backward import keeps_graph
 from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, uncompiled
-from moe_autograd.autograd.used_elsewhere import tie_uses
 from moe_autograd.remote.inputs import check_tensors, check_transforms, dense, under_autocast
 from moe_autograd.remote.parts import BackwardPart, Call
 

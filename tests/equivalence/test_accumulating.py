@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from moe_autograd import parallel_apply
-from moe_autograd.autograd import accumulating
+from moe_autograd.autograd.joining import accumulating
 from tests.support import module_programs
 from tests.support.accumulating import WAYS_TO_ASK, ask_for_some
 from tests.support.comparing_modules import ORDER, PROGRAMS, assert_same_modules_program, name_of

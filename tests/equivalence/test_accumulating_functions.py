@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from moe_autograd import map_with_parallel_backward
-from moe_autograd.autograd import accumulating
+from moe_autograd.autograd.joining import accumulating
 from tests.support.accumulating import WAYS_TO_ASK, ask_for_some
 from tests.support.comparison import MapFunction, assert_same, assert_same_program, loss_of, natively
 from tests.support.functions import CATALOGUE, Case, Leaves

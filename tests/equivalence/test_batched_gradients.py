@@ -18,7 +18,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
-from moe_autograd.autograd.batched import Batches
+from moe_autograd.autograd.joining.batched import Batches
 from moe_autograd.errors import UnsupportedTransformError
 from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
 from tests.support.functions_waiting import PATIENCE_S

@@ -26,7 +26,7 @@ from moe_autograd import (
     run_isolated_forward,
     split_backward,
 )
-from moe_autograd.autograd import compiled
+from moe_autograd.autograd.contents import compiled
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.errors import UnsupportedTransformError
 from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from moe_autograd import map_with_parallel_backward, parallel_apply
-from moe_autograd.autograd.boxed import UnlessCompiled
+from moe_autograd.autograd.joining.boxed import UnlessCompiled
 from tests.support.functions_context import SavesInput
 from tests.support.functions_waiting import PATIENCE_S, Calls, Crowd
 

@@ -14,7 +14,8 @@ from torch.nn.utils import parametrizations, rnn
 from torch.utils._pytree import tree_leaves
 
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
-from moe_autograd.autograd import composed, in_turn
+from moe_autograd.autograd import in_turn
+from moe_autograd.autograd.reading import composed
 from tests.support.comparison import one_after_another
 from tests.support.made_in_turn import is_made_in_turn
 

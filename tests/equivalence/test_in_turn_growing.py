@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from moe_autograd import parallel_apply
 from moe_autograd.autograd import in_turn
-from moe_autograd.autograd.growing import GROWING, TRANSPOSED, growth_of
-from moe_autograd.autograd.sizes import size_of
-from moe_autograd.autograd.work import work_of
+from moe_autograd.autograd.reading.growing import GROWING, TRANSPOSED, growth_of
+from moe_autograd.autograd.reading.sizes import size_of
+from moe_autograd.autograd.reading.work import work_of
 from tests.support.comparison import one_after_another
 from tests.support.made_in_turn import is_made_in_turn
 

@@ -15,7 +15,8 @@ from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from moe_autograd import parallel_apply
-from moe_autograd.autograd import in_turn, per_sample
+from moe_autograd.autograd import in_turn
+from moe_autograd.autograd.contents import per_sample
 from tests.support.limits_page import in_loop
 
 D, NUM_SAMPLES = 6, 5

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_autograd import MixtureOfExperts, TopKRouter, map_with_parallel_backward, parallel_apply
 from moe_autograd.autograd import in_turn
-from moe_autograd.autograd.telling import TALKING
+from moe_autograd.autograd.contents.telling import TALKING
 from tests.support.comparison import MapFunction, one_after_another
 from tests.support.plain_layer import plain_loop
 from tests.support.ranks import end_rank

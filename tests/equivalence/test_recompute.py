@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from moe_autograd import FeedForwardExpert
 from moe_autograd.autograd import in_turn
 from moe_autograd.autograd.parallel import parallel_apply
+from moe_autograd.autograd.reading.work import DROPOUTS
 from moe_autograd.autograd.saved_tensors import is_checkpointed
-from moe_autograd.autograd.work import DROPOUTS
 from tests.support.recomputing import WORKERS, Checkpointed, assert_same, experts_of, ffn, gradients
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply, split_backward
-from moe_autograd.autograd.in_objects import tensors_in_objects
+from moe_autograd.autograd.contents.in_objects import tensors_in_objects
 from tests.support.comparing_modules import assert_same_modules_program
 from tests.support.comparison import MapFunction, loss_of, one_after_another
 from tests.support.functions_waiting import Meets

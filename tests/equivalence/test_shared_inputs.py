@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_autograd import map_with_parallel_backward, parallel_apply
-from moe_autograd.autograd import accumulating
+from moe_autograd.autograd.joining import accumulating
 from tests.support.comparison import (
     MapFunction,
     Raised,

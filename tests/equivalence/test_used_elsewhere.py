@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.module_tracker import ModuleTracker
 
 from moe_autograd import parallel_apply
-from moe_autograd.autograd.computed_from import HAVE_USES
 from moe_autograd.autograd.hooks import before_backward
+from moe_autograd.autograd.modules.computed_from import HAVE_USES
 from tests.support.several_results import (
     Chain,
     D,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from moe_autograd.autograd import accumulating
+from moe_autograd.autograd.joining import accumulating
 from tests.support.comparison import Raised, assert_same_values, attempt
 from tests.support.memory_worlds import (
     EXPERTS,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_autograd.autograd import accumulating
+from moe_autograd.autograd.joining import accumulating
 from tests.support.comparison import loss_of
 
 WAYS_TO_ASK = ["grad", "inputs", "graph"]

@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 
 from moe_autograd import parallel_apply
 from moe_autograd.autograd import in_turn
-from moe_autograd.autograd.arithmetic import reading_of
+from moe_autograd.autograd.reading.arithmetic import reading_of
 
 
 def only_computes(module: object) -> bool:

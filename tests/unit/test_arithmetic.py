@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moe_autograd import parallel_apply
 from moe_autograd.autograd import in_turn
-from moe_autograd.autograd.known_arithmetic import FUNCTIONS, METHODS
+from moe_autograd.autograd.reading.known_arithmetic import FUNCTIONS, METHODS
 from tests.support.readable import (
     Expert,
     expert_with,

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_autograd import parallel_apply
-from moe_autograd.autograd import callees, in_turn
-from moe_autograd.autograd.function_reading import read_callee
+from moe_autograd.autograd import in_turn
+from moe_autograd.autograd.reading import callees
+from moe_autograd.autograd.reading.function_reading import read_callee
 from tests.support.callees import Block, Other
 from tests.support.comparison import one_after_another
 from tests.support.made_in_turn import is_made_in_turn

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_autograd.autograd.computed_from import at_any_distance, leads_of, places_in, uses_of
-from moe_autograd.autograd.used_elsewhere import tie_uses
+from moe_autograd.autograd.modules.computed_from import at_any_distance, leads_of, places_in, uses_of
+from moe_autograd.autograd.modules.used_elsewhere import tie_uses
 from moe_autograd.autograd.walks import Edge
 
 NUM_RESULTS = 7

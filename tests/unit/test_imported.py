@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from moe_autograd import parallel_apply
 from moe_autograd._imported import imported
-from moe_autograd.autograd import compiled, deferred, ranks
+from moe_autograd.autograd import deferred
+from moe_autograd.autograd.contents import compiled, ranks
 from tests.support.functions_waiting import Meets
 
 LATE = [

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_autograd import parallel_apply
-from moe_autograd.autograd.in_modules import held_by_module
-from moe_autograd.autograd.reaching import Held
+from moe_autograd.autograd.contents.in_modules import held_by_module
+from moe_autograd.autograd.contents.reaching import Held
 
 
 class Part(nn.Module):

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
 
 from moe_autograd import map_with_parallel_backward, parallel_apply
-from moe_autograd.autograd.leaves import PLAIN_VALUES, LookedThrough, leaves_of
+from moe_autograd.autograd.contents.leaves import PLAIN_VALUES, LookedThrough, leaves_of
 
 
 class Pair(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_autograd.autograd.reaching import MOST_LOOKED_AT, at_once, first
+from moe_autograd.autograd.contents.reaching import MOST_LOOKED_AT, at_once, first
 
 CHANGES: list[tuple[Any, Callable[[Any], Iterable[Any]], Callable[[Any], object]]] = [
     (dict.fromkeys(range(3)), dict.keys, lambda held: held.setdefault(3)),

@@ -8,7 +8,7 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_autograd.autograd.arithmetic import reading_of
+from moe_autograd.autograd.reading.arithmetic import reading_of
 from tests.support.readable import Expert, assert_modules_mean_the_loop, only_computes, wait
 
 

@@ -222,8 +222,8 @@ def test_so_is_what_stood_there_before_our_import() -> None:
             return x
 
         F.silu = wait
-        from moe_autograd.autograd.arithmetic import reading_of
-        from moe_autograd.autograd.known_arithmetic import FUNCTIONS
+        from moe_autograd.autograd.reading.arithmetic import reading_of
+        from moe_autograd.autograd.reading.known_arithmetic import FUNCTIONS
 
         class Expert(torch.nn.Module):
             def forward(self, x):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_autograd import _streams, map_with_parallel_backward, parallel_apply
-from moe_autograd.autograd import accumulating
+from moe_autograd.autograd.joining import accumulating
 from moe_autograd.errors import UnsupportedTransformError
 from tests.support.functions_waiting import PATIENCE_S, Calls
 from tests.support.launches import NUM_CALLS, Launches, Log, assert_between, launch_everywhere, leaves

@@ -27,12 +27,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from moe_autograd._interrupts import unwinding
 from moe_autograd.autograd.anchors import stand_for_weights
-from moe_autograd.autograd.computed_from import uses_of
+from moe_autograd.autograd.contents.in_objects import notes_on, put_on
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
-from moe_autograd.autograd.escaped import refuse_escaped
 from moe_autograd.autograd.grad_dtypes import GradDtypes, declare, to_declare
-from moe_autograd.autograd.in_objects import notes_on, put_on
-from moe_autograd.autograd.inlet import Inlet, let_in
+from moe_autograd.autograd.modules.computed_from import uses_of
+from moe_autograd.autograd.modules.escaped import refuse_escaped
+from moe_autograd.autograd.modules.inlet import Inlet, let_in
+from moe_autograd.autograd.modules.used_elsewhere import tie_uses
 from moe_autograd.autograd.offload.checks import check_reached, check_returned, check_transforms
 from moe_autograd.autograd.offload.drawing import Drawing
 from moe_autograd.autograd.offload.held import HeldExpert
@@ -47,7 +48,6 @@ from moe_autograd.autograd.runs import shown
 from moe_autograd.autograd.split_backward import is_wanted_later
 from moe_autograd.autograd.this_backward import keeps_graph
 from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, uncompiled
-from moe_autograd.autograd.used_elsewhere import tie_uses
 from moe_autograd.autograd.walks import gradient_edge, plain, walk
 
 _TWICE = (

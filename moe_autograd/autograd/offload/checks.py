@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from moe_autograd._ambient import is_recorded, refuse_transforms
 from moe_autograd.autograd.anchors import stands_for_none
-from moe_autograd.autograd.in_objects import tensors_in_objects
-from moe_autograd.autograd.joined import ACCUMULATE_GRAD
+from moe_autograd.autograd.contents.in_objects import tensors_in_objects
+from moe_autograd.autograd.joining.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.walks import walk
 from moe_autograd.autograd.wrapped_hooks import innermost
 from moe_autograd.errors import UnsupportedTransformError

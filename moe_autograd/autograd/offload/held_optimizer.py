@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_autograd._contexts import contextmanager
-from moe_autograd.autograd.in_objects import tensors_in_objects
+from moe_autograd.autograd.contents.in_objects import tensors_in_objects
 from moe_autograd.autograd.offload.flat import Layout, is_same, lies_in
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from moe_autograd.autograd.in_objects import HOLDS_NOTHING
+from moe_autograd.autograd.contents.in_objects import HOLDS_NOTHING
 from moe_autograd.autograd.offload.flat import Place, lies_in
 
 _NOT_LOOKED_INTO = (*HOLDS_NOTHING, Node)

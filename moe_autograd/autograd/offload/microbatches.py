@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from moe_autograd.autograd.in_objects import notes_on, put_on
+from moe_autograd.autograd.contents.in_objects import notes_on, put_on
 
 Rows: TypeAlias = tuple[int, int]  # the first one, and the one after the last
 
