@@ -71,7 +71,11 @@ def build_module(name: str, config: ExpertConfig, seed: int) -> nn.Module:
         )
     check_calls(f"{place}, key 'class'", module)
     check_weights(f"{place}, key 'args'", module)
-    return module.eval() if config.eval_only else module.train()
+    if config.eval_only:
+        return module.eval()
+    return (
+        module if module.training else module.train()
+    )  # which parts of it evaluate all the same is its own business
 
 
 def build_training(

@@ -53,6 +53,7 @@ class ModuleCaller:
         self._is_trained = is_trained
         self.eval_only = eval_only
         self.module = module
+        self._modes: list[tuple[nn.Module, bool]] = []  # of all its parts, as they were when it last trained
         check_calls(f"expert {name!r}", module)
         check_weights(f"expert {name!r}", module)
         self.spec = infer_spec(module)
@@ -109,9 +110,21 @@ class ModuleCaller:
         return uses if all(place < len(edges) for place in uses) else ()
 
     def set_mode(self, evaluate: bool) -> None:
-        """Let the module train or evaluate; what it computes again by itself in a backward asks for that, too."""
-        if not self.is_in_mode(evaluate):
-            self.module.train(not self.module.training)
+        """Let the module train or evaluate; what it computes again by itself in a backward asks for that, too.
+
+        A part that evaluated while the module trained, such as a frozen batch norm, does so again: no client's `eval()`
+        is to change what others compute.
+        """
+        if self.is_in_mode(evaluate):
+            return
+        if self.module.training:
+            self._modes = [(part, part.training) for part in self.module.modules()]
+            self.module.eval()
+            return
+        self.module.train()
+        for part, trains in self._modes:  # each before its own parts
+            if part.training is not trains:
+                part.train(trains)
 
     def call(self, inputs: tuple[Tensor, ...], evaluate: bool, seed: int = 0) -> Outputs:
         """Return the module's outputs; with a `seed`, of the random numbers that follow it.
