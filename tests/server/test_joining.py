@@ -252,19 +252,26 @@ def test_a_module_found_to_draw_draws_then_what_it_would_have_call_by_call() -> 
     torch.testing.assert_close(drawn(together), drawn(made()), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("num_alone", "num_others"), [(0, 0), (1, 0), (1, 1)])
 @pytest.mark.parametrize("split", [False, True])
-def test_copies_of_one_backward_in_one_batch_count_once(split: bool) -> None:
+def test_copies_of_one_backward_count_once_in_a_batch_and_before_it(
+    split: bool, num_alone: int, num_others: int
+) -> None:
     expert = hosted(FeedForwardExpert(D, dtype=torch.float64), split=split)
     reference = copy.deepcopy(expert.module)
     x, grad = rows(2, seed=1), rows(2, seed=2)
-    answers: list[Any] = expert.backward_joined(
-        [backward_call(0, grad, inputs=(x.clone(),)) for _ in range(3)]
-    )
-    torch.testing.assert_close(answers[1:], answers[:1] * 2)
+    clients = [0, 0, 0, *range(1, 1 + num_others)]
+    calls = [backward_call(client, grad, inputs=(x.clone(),)) for client in clients]
+    answers: list[Any] = [expert.backward(call) for call in calls[:num_alone]]
     expert.finish()
-    step(expert, 0)
+    answers += expert.backward_joined(calls[num_alone:])
+    torch.testing.assert_close(answers[1:], answers[:1] * (len(calls) - 1))
+    expert.finish()
     reference(x).backward(grad)
-    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for client in range(1 + num_others):
+        step(expert, client)
+        optimizer.step()
     torch.testing.assert_close(expert.module.state_dict(), reference.state_dict())
 
 
