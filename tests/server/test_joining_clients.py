@@ -15,7 +15,9 @@ from experts_server import ExpertsServer
 from experts_server.configuration.config import LimitsConfig, ServingConfig
 from experts_server.hosting.calls import InspectCall
 from experts_server.hosting.hosted import HostedExpert
+from moe_autograd.errors import ExpertFailedError
 from moe_autograd.moe.experts import FeedForwardExpert
+from tests.server.test_joining import forward_call, hosted
 from tests.support.hosting import ShowsItsMask
 from tests.support.servers import START_S, WireClient, tokens
 
@@ -103,6 +105,29 @@ def test_an_expert_whose_rows_are_alike_up_to_rounding_goes_on_being_joined(dtyp
         joiner = server._server.registry["e"].hosted.joiner
         assert joiner.can_join
         assert joiner._num_joined == 5
+
+
+@pytest.mark.parametrize(
+    ("mix", "can_join"),
+    [
+        *((lambda x: x.argsort(0), False), (lambda x: x @ x.T, False)),
+        *((lambda x: x.argmax(1), True), (lambda x: x[:, :0], True)),
+    ],
+    ids=["ranks among rows", "pairs of rows", "ranks in a row", "nothing"],
+)
+def test_results_that_are_no_floating_ones_or_of_another_shape_are_compared_as_well(
+    mix: Callable[[Tensor], Tensor], can_join: bool
+) -> None:
+    expert = hosted(Mixing(mix), None)
+    xs = [tokens(2 + n, D, seed=n) for n in range(3)]
+    calls = [forward_call(client, x) for client, x in enumerate(xs)]
+    if can_join:
+        for outputs, x in zip(expert.forward(calls), xs, strict=True):
+            torch.testing.assert_close(outputs.tensors[0], expert.module(x).detach())
+    else:
+        with pytest.raises(ExpertFailedError, match="depend on no other row"):
+            expert.forward(calls)
+    assert expert.joiner.can_join == can_join
 
 
 def at_once(server: ExpertsServer, calls: list[Callable[[], Any]]) -> list[Any]:
