@@ -77,9 +77,10 @@ class FailureLog:
 
     def _num_since(self, expert: str, what: str, kind: Kind) -> int | None:
         """Return how often this has been kept quiet, if it is to be told now."""
-        if len(self._told) >= MAX_KNOWN:
+        key = expert, what, kind
+        if key not in self._told and len(self._told) >= MAX_KNOWN:
             self._told.clear()
-        told, now = self._told.setdefault((expert, what, kind), _Told()), self._clock()
+        told, now = self._told.setdefault(key, _Told()), self._clock()
         if now - told.at < REST_S:
             told.num_since += 1
             return None
