@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from threading import Semaphore
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from experts_server.queues.batching import ExpertQueue, QueueLimits
 from experts_server.queues.executor import WorkerPool
 from tests.support.gated import D, Gated, Waiting, serving, wait_until_queued
 from tests.support.hosting import sgd
-from tests.support.servers import START_S, Answer, WireClient, tokens
+from tests.support.servers import START_S, Answer, WireClient, tokens, wait_until
 
 
 @pytest.fixture
@@ -178,6 +179,36 @@ def test_with_a_waiting_time_what_has_all_rows_or_cannot_be_joined_waits_for_nob
     assert comes_at_once(5) == [True]
     assert comes_at_once(2, can_join=False) == [True]
     assert timers == [1.0]
+    assert pool.close(START_S)
+
+
+def test_a_waiting_time_that_is_over_later_than_the_wait_begins_no_second_turn() -> None:
+    """The rows were all there before: a turn beside the one under way would call the module twice at once."""
+    memory = SharedMemory(KeptForwards(1 << 20, 60), Budget(1 << 20, ""), Budget(1 << 20, ""))
+    limits = QueueLimits(Budget(9, "calls"), Budget(1 << 20, "bytes"), max_batch_tokens=5, max_wait_s=1.0)
+    pool, timers, answers = WorkerPool(), [], Semaphore(0)
+    expert = HostedExpert("e", gated := Gated(), None, memory)
+    queue = ExpertQueue(expert, pool, limits, call_later=lambda _, function: timers.append(function))
+
+    def add(num_rows: int) -> bool:
+        call = ForwardCall(b"", lambda *_: answers.release(), 1, (tokens(num_rows, D),), (False,))
+        call.num_tokens = num_rows
+        limits.take([call])
+        return queue.add(call)
+
+    assert [add(2), add(3)] == [False, True]
+    pool.put([queue])
+    assert gated.started.acquire(timeout=START_S)
+    assert not add(4)
+    wait_until(lambda: "busy=1 " in repr(pool))
+    (over,) = timers
+    for is_under_way in (True, False):
+        before = repr(pool)
+        over()
+        assert repr(pool) == before, "it is there already" if is_under_way else "nothing waits"
+        gated.let_go()
+        assert all(answers.acquire(timeout=START_S) for _ in range(3 * is_under_way))
+        wait_until(lambda: "busy=0 " in repr(pool))
     assert pool.close(START_S)
 
 
