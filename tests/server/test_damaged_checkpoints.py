@@ -16,6 +16,7 @@ import pytest
 
 from experts_server.checkpoints.checkpoint import CheckpointFolder, _sealed
 from experts_server.checkpoints.snapshot import FORMAT
+from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.errors import CheckpointError
 from tests.support.checkpointing import served, snapshot_of
 
@@ -95,6 +96,25 @@ def test_a_damaged_generation_is_passed_over_and_that_is_said(
     if damage not in OF_ANOTHER:
         assert of_one is not None
         assert (of_one[0], of_one[1].tensors["weights.w"].item()) == (name, 1)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is missing would be whatever was in memory."""
+    read = Layout.read
+
+    def read_and_cut(path: Path) -> tuple[Layout, int]:
+        found = read(path)
+        if path.parent.name == "generation-00000002":
+            os.truncate(path, path.stat().st_size - 1)
+        return found
+
+    with CheckpointFolder(tmp_path) as folder:
+        for number in (1, 2):
+            folder.write([snapshot_of("ffn.0", number)])
+        monkeypatch.setattr(Layout, "read", read_and_cut)
+        assert (folder.read_newest() or ("",))[0] == "generation-00000001"
 
 
 def write_another_format(difference: int, folder: Path) -> None:
