@@ -76,6 +76,12 @@ def test_an_optimizer_whose_steps_would_all_fail_is_refused_before_it_starts(
         ExpertsServer({"e": nn.Linear(D, D)}, optimizer=optimizer)
 
 
+@pytest.mark.parametrize("name", ["../e", "", "a/b", ".e", "e" * 129])
+def test_an_expert_after_which_no_file_could_be_named_is_refused_before_it_starts(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"server: expert name .*: expected letters, .* Rename it\."):
+        ExpertsServer({"good": nn.Linear(D, D), name: nn.Linear(D, D)})
+
+
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_server_is_neither_copied_nor_pickled(take: Any) -> None:
     with ExpertsServer({"e": nn.Linear(D, D)}) as server:
