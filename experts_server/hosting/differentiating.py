@@ -91,6 +91,7 @@ class Differentiator:
 
         Raises:
             ExpertFailedError: they cannot be computed together.
+            BaseException: what the module's backward raised.
         """
         if not calls:
             return []

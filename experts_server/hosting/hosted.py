@@ -300,6 +300,7 @@ class HostedExpert:
 
         Raises:
             ExpertFailedError: they cannot be computed together. Nothing has changed.
+            BaseException: what the module's backward raised; likewise.
         """
         answers: dict[int, Reply | BaseException] = {}
         kept: dict[int, KeptForward] = {}

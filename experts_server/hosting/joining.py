@@ -126,7 +126,8 @@ class Joiner:
             parameters: whose gradients are wanted; if there are any, the module is separable.
 
         Raises:
-            ExpertFailedError: the module raised, or they cannot be told apart.
+            ExpertFailedError: they cannot be told apart.
+            BaseException: whatever the module's backward raises; alone, each call finds out for itself.
         """
         x = torch.cat([x.detach() for x in inputs]).requires_grad_()
         tape = LinearTape(self._caller.module)
@@ -134,12 +135,9 @@ class Joiner:
             outputs = self._call_silently(x, evaluate)
         self._check_shares(x, outputs, [x.shape[0] for x in inputs], evaluate)
         (output,) = outputs.tensors
-        try:
-            x_grad, *layer_grads = torch.autograd.grad(
-                output, [x, *tape.outputs], torch.cat(list(grad_outputs)).to(output), allow_unused=True
-            )
-        except BaseException as error:
-            raise self._caller.failure("backward", error) from error
+        x_grad, *layer_grads = torch.autograd.grad(
+            output, [x, *tape.outputs], torch.cat(list(grad_outputs)).to(output), allow_unused=True
+        )
         ends = list(itertools.accumulate(x.shape[0] for x in inputs))
         rows = [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
         found = on_cpu(torch.zeros_like(x) if x_grad is None else x_grad)

@@ -156,6 +156,38 @@ def at_once(server: ExpertsServer, calls: list[Callable[[], Any]]) -> list[Any]:
     return [results[n] for n in range(len(calls))]
 
 
+class Unlucky(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        assert not (grads[0] == 13).any(), "unlucky"
+        return grads[0]
+
+
+def test_of_backwards_that_are_joined_one_that_fails_fails_alone() -> None:
+    module = nn.Sequential(nn.Linear(D, D), Mixing(Unlucky.apply))
+    with ExpertsServer({"e": module}) as server:
+        clients = [WireClient(server.address, client_id=bytes([n])) for n in range(3)]
+        clients[0].forward("e", tokens(1, D), keep_graph=False)
+        answers = at_once(
+            server,
+            [
+                lambda c=c, g=g: c.backward("e", g * torch.ones(1, D), inputs=(tokens(1, D),))
+                for c, g in zip(clients, (1, 13, 2), strict=True)
+            ],
+        )
+        assert [answer.code for answer in answers] == ["OK", "EXPERT_FAILED", "OK"]
+        assert "expert 'e', backward: its module raised AssertionError: unlucky" in answers[1].text
+        torch.testing.assert_close(2 * answers[0].tensors[0], answers[2].tensors[0])
+        assert server._server is not None
+        assert server._server.registry["e"].hosted.joiner._num_joined == 1
+        for client in clients:
+            client.channel.close()
+
+
 def test_clients_that_train_one_expert_together_are_joined_both_ways_and_each_step_is_one_update() -> None:
     module = FeedForwardExpert(D)
     local = copy.deepcopy(module)
