@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from experts_server import ExpertsServer
 from experts_server.hosting import state as state_module
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.serving import doorway as doorway_module
+from experts_server.serving import server as server_module
 from experts_server.serving import service as service_module
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
@@ -210,3 +212,31 @@ def test_what_is_refused_for_want_of_room_names_no_limit_that_cannot_be_raised(
     room.give_back(room.limit)
     assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert refused.value.details().endswith("16 in use. Try again later.")
+
+
+def test_a_client_is_not_ended_for_what_the_server_has_kept_waiting_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its process stood still, or a handler did: what has come meanwhile is yet to be read."""
+    monkeypatch.setattr(server_module, "UPKEEP_S", 1000.0)
+    with serving({"e": nn.Linear(D, D)}) as server, WireClient(server.address) as client:
+        assert server._server is not None
+        doorway, loop = server._server.doorway, server._server._loop
+        assert loop is not None
+        silent = Silent(client, methods.path("Forward"))
+        wait_until(lambda: [one._reads_since for one in [*doorway.passing_now]] not in ([], [None]))
+        (one,) = doorway.passing_now
+        one.patience_s = -1.0
+
+        async def ends_after_standing_still_for(seconds: float) -> bool:
+            doorway._looked_at_s -= seconds
+            doorway.end_silent()
+            return one._is_ended
+
+        def ends(after_s: float) -> bool:
+            looking = asyncio.run_coroutine_threadsafe(ends_after_standing_still_for(after_s), loop)
+            return looking.result(START_S)
+
+        assert not ends(doorway_module.STALLED_S)
+        assert ends(0.0)
+        assert silent.end().code() == grpc.StatusCode.DEADLINE_EXCEEDED
