@@ -22,7 +22,7 @@ def test_values_and_two_orders_of_gradients_of_every_module() -> None:
     program = """
         from tests.support.torchs_databases import compare, modules
 
-        for training in (True, False):
-            compare(modules(training=training), at_least=100)
+        compare(modules(training=True), at_least=100)
+        compare(modules(training=False), at_least=14)
     """
     assert_prints(program, "")
