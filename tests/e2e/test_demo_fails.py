@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.subprocesses import run_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -36,8 +36,13 @@ def test_that_the_server_did_not_end_well_is_told_where_nothing_else_failed(serv
 def test_a_seed_that_a_server_does_not_take_is_refused_before_one_is_started(
     seed: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, EXAMPLES / "demo.py", "--seed", seed, "--out", tmp_path / "out"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    script = str(EXAMPLES / "demo.py")
+    program = f"""
+        import runpy, sys
+        sys.path.insert(0, {str(EXAMPLES)!r})
+        runpy.run_path({script!r}, run_name="__main__")
+    """
+    run = run_python(program, "--seed", seed, "--out", str(tmp_path / "out"))
     assert run.returncode == 2
     assert f"argument --seed: expected 0 to 4611686018427387903, got {seed}" in run.stderr
     assert not (tmp_path / "out").exists()

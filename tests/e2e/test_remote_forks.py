@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -14,8 +11,8 @@ from torch import nn
 from experts_server import ExpertsServer
 from tests.support.held import Held
 from tests.support.hosting import sgd
-from tests.support.servers import ROOT, ServerProcess
-from tests.support.subprocesses import assert_prints, run_python
+from tests.support.servers import ServerProcess
+from tests.support.subprocesses import assert_prints, run_python, talk_to
 
 WIDTH = 512
 MANY_ROWS = 2000  # several messages, which a thread of grpc feeds
@@ -121,21 +118,17 @@ def fork_in_the_middle_of(
         ExpertsServer({"held": held}, optimizer=optimizer) as server,
         ExpertsServer({"ffn": nn.Linear(4, 4)}) as other,
     ):
-        command = [sys.executable, "-W", "error", "-c", textwrap.dedent(FORKS_IN_THE_MIDDLE)]
         arguments = [what, where, server.address, other.address, str(rows), str(held.linear.in_features)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with subprocess.Popen([*command, *arguments], cwd=ROOT, text=True, **pipes) as process:
+        with talk_to(FORKS_IN_THE_MIDDLE, *arguments) as (process, stdin, stdout):
             try:
                 assert held.begun.wait(120)
-                process.stdin.write("fork\n")
-                process.stdin.flush()
-                lines = [process.stdout.readline() for _ in range(3)]
+                print("fork", file=stdin, flush=True)
+                lines = [stdout.readline() for _ in range(3)]
                 held.may_go.set()
-                rest, _ = process.communicate(timeout=120)
+                rest = stdout.read()
+                assert process.wait(120) == 0
             finally:
                 held.may_go.set()
-                process.kill()
-        assert process.returncode == 0
         return [*lines, rest]
 
 

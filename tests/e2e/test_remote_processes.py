@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
 from moe_autograd.remote.channel import Channel
 from tests.support.held import Held
 from tests.support.servers import ROOT, wait_until, wait_until_inside
-from tests.support.subprocesses import assert_prints
+from tests.support.subprocesses import assert_prints, talk_to
 
 
 def sgd(parameters):
@@ -63,16 +62,10 @@ def test_ctrl_c_ends_a_call_at_once():
             import os
             os._exit(0)
     """
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "begun\n"
+    with talk_to(program) as (process, _, stdout):
+        assert stdout.readline() == "begun\n"
         process.send_signal(signal.SIGINT)
-        try:
-            rest, _ = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert rest == "interrupted\n"
+        assert stdout.read() == "interrupted\n"
 
 
 class Gated(nn.Module):
@@ -131,28 +124,22 @@ def test_ctrl_c_reaches_the_server_which_does_not_begin_what_waits_there(phase, 
         }
         server = servers["held"]
         experts = stack.enter_context(connect(server.address, timeout_s=1000))
-        command = [sys.executable, "-W", "error", "-c", textwrap.dedent(INTERRUPTED), phase]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        client = stack.enter_context(
-            subprocess.Popen(
-                [*command, *(servers[name].address for name in names), *names], cwd=ROOT, text=True, **pipes
-            )
-        )
-        stack.callback(client.kill)
+        addresses = [servers[name].address for name in names]
+        client, stdin, stdout = stack.enter_context(talk_to(INTERRUPTED, phase, *addresses, *names))
         stack.callback(held.may_go.set)
-        assert client.stdout.readline() == "ready\n"
+        assert stdout.readline() == "ready\n"
         busy = threading.Thread(target=lambda: experts["held"](torch.ones(1, 4)).sum().backward())
         busy.start()
         assert held.begun.wait(60)
-        print("go", file=client.stdin, flush=True)
+        print("go", file=stdin, flush=True)
         wait_until(lambda: len(server._server.registry["held"]) == 1)
         client.send_signal(signal.SIGINT)
-        assert client.stdout.readline() == "interrupted\n"
+        assert stdout.readline() == "interrupted\n"
         wait_until_inside(server, 1)
         held.may_go.set()
         busy.join(60)
-        rest, _ = client.communicate("end\n", timeout=120)
-        assert rest == "torch.Size([1, 4])\n"
+        print("end", file=stdin, flush=True)
+        assert stdout.read() == "torch.Size([1, 4])\n"
         assert held.num_begun == (2 if phase == "forward" else 1)
         assert server.num_updates == {"held": 1}
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 from moe_autograd.autograd.offload import OffloadedExperts
 from tests.support.offloading import OPTIMIZERS, assert_same_weights, both
+from tests.support.subprocesses import run_python
 
 ROOM_FOR_TWO = 2 * 72 * 4
 X = torch.linspace(-1, 1, 32).view(4, 8)
@@ -198,8 +197,7 @@ for way, know in WAYS.items():
 
 
 def test_experts_from_which_all_of_them_can_be_reached_keep_their_weights(store: str | Path) -> None:
-    command = [sys.executable, "-c", LEAD_TO_THEMSELVES, str(store)]  # it had crashed
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_python(LEAD_TO_THEMSELVES, str(store))  # it had crashed
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -8,23 +8,26 @@ far.
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 from tests.support.warm import COMMAND, ROOT, WarmProcess
 
-__all__ = ["ROOT", "assert_prints", "run_command", "run_python", "run_ranks"]
+__all__ = ["ROOT", "assert_prints", "run_command", "run_python", "run_ranks", "talk_to"]
 
 
-def run_python(program: str, *, limit_s: float = 250.0) -> subprocess.CompletedProcess[str]:
-    """Run `program` (indented source) and return how it ended; warnings are errors there."""
-    ended = _run(program, [()], limit_s, raises_warnings=True)[0]
+def run_python(
+    program: str, *arguments: str, limit_s: float = 250.0, raises_warnings: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run `program` (indented source) and return how it ended; warnings are errors there, unless told otherwise."""
+    ended = _run(program, [arguments], limit_s, raises_warnings=raises_warnings)[0]
     out, err = ended.stdout.decode(), ended.stderr.decode()
     return subprocess.CompletedProcess(ended.args, ended.returncode, out, err)
 
@@ -36,6 +39,26 @@ def assert_prints(program: str, expected: str, *, limit_s: float = 250.0) -> Non
     assert ended.returncode == 0, told
     assert ended.stdout.split() == expected.split(), told
     assert ended.stderr == "", told
+
+
+@contextlib.contextmanager
+def talk_to(program: str, *arguments: str) -> Iterator[tuple[WarmProcess, IO[str], IO[str]]]:
+    """Start `program` (indented source); yield it, its stdin and its stdout, and kill it if it has not ended by then.
+
+    Warnings are errors there.
+    """
+    (given, writing), (reading, said) = os.pipe(), os.pipe()
+    with open(writing, "w") as stdin, open(reading) as stdout:
+        process = WarmProcess(
+            textwrap.dedent(program), *arguments, stdin=given, stdout=said, stderr=2, raises_warnings=True
+        )
+        os.close(given)
+        os.close(said)
+        try:
+            yield process, stdin, stdout
+        finally:
+            process.kill()
+            process.wait()
 
 
 def run_ranks(program: str, *arguments: object, num_ranks: int = 2, limit_s: float = 250.0) -> list[str]:
