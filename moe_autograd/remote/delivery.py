@@ -334,7 +334,7 @@ def _pause(attempts: Attempts, errors: Sequence[RemoteError], operation: Operati
     pause_s = attempts.pause_before_next(errors)
     if pause_s is not None and not operation.cancellation.wait(pause_s):
         return True
-    if attempts.num_retries:
+    if attempts.num_retries or attempts.is_out_of_budget:
         why = attempts.why_given_up or "the operation was cancelled"
         for error in errors:
             error.add_note(f"Given up after {attempts.num_retries} retries: {why}.")

@@ -7,7 +7,8 @@
    left when these times come to `patience_s` together.
 3. A server that is busy, or an answer that arrived damaged, is tried again a few times, and all such retries of
    a connection share a budget: when many calls fail, retries don't multiply the load. An update that has had no
-   answer yet waits in a queue, or is long: it is asked for again until the deadline.
+   answer yet waits in a queue, or is long: it is asked for again until the deadline. A token that was renewed is
+   shown a few times too, and takes nothing from the budget: hedging may have used it up, and a refusal is no load.
 4. What the server has looked at and refused is not repeated: it would be refused again. An expert that it
    does not host is looked for once, by each operation, and where nobody hosts it, seldom (see `finding`). But where
    servers are away its own may be one of them, whoever has its address meanwhile: then rule 2 holds.
@@ -37,6 +38,7 @@ from moe_autograd.errors import (
 from moe_autograd.remote.deadline import Deadline
 
 _NOT_COUNTED = (DeadlineExceededError, ExpertNotFoundError, ServerUnavailableError)
+_NO_LOAD = (*_NOT_COUNTED, PermissionDeniedError)
 _MAY_BE_ZERO = ("patience_s", "budget", "budget_per_success")
 
 
@@ -114,6 +116,7 @@ class Attempts:
     def __init__(self, policy: RetryPolicy, budget: RetryBudget, deadline: Deadline) -> None:
         self.num_retries = 0
         self.why_given_up = ""  # and what to do, once `pause_before_next` has returned None
+        self.is_out_of_budget = False  # that is why
         self._policy = policy
         self._budget = budget
         self._deadline = deadline
@@ -157,7 +160,9 @@ class Attempts:
             self._num_others += 1
             if self._num_others > most:
                 return f"connect's RetryPolicy has max_retries={most}"
-            if not self._budget.try_take():
+            is_load = not all(isinstance(error, _NO_LOAD) for error in errors)
+            if is_load and not self._budget.try_take():
+                self.is_out_of_budget = True
                 return "the budget of connect's RetryPolicy, which all calls share, is used up"
         return ""
 

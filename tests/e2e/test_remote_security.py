@@ -279,6 +279,21 @@ class TestRenewal:
                 with pytest.raises(PermissionDeniedError, match=r"token that it knows"):
                     experts["ffn.0"](torch.ones(1, 4))
 
+    def test_a_training_goes_on_with_a_renewed_token_though_the_retry_budget_is_used_up(self, tmp_path):
+        theirs, ours = tmp_path / "tokens", tmp_path / "token"
+        theirs.write_text(f"train {TRAIN}\n")
+        ours.write_text(TRAIN)
+        with (
+            serve(SecurityConfig(tokens_file=theirs)) as server,
+            connect(server.address, token=ours, retry=RetryPolicy(budget=0.0)) as experts,
+        ):
+            ours.write_text("train-token-of-tomorrow")
+            theirs.write_text("train train-token-of-tomorrow\n")
+            wait_until_refused(server.address, TRAIN)
+            experts["ffn.0"](torch.ones(1, 4)).sum().backward()
+            RemoteOptimizer(experts).step()
+            assert experts.info()["ffn.0"].num_updates == 1
+
     def test_while_a_tokens_file_is_replaced_tokens_stay_as_they_were(self, tmp_path):
         tokens = tmp_path / "tokens"
         tokens.write_text(f"train {TRAIN}\n")

@@ -284,6 +284,15 @@ def test_weights_above_the_clients_limit_are_not_asked_for_again(liar):
         assert not hasattr(raised.value, "__notes__"), "it was given up at once"
 
 
+def test_that_the_retry_budget_is_used_up_is_said_though_nothing_was_tried_again(liar):
+    liar.state = flipped(state(WEIGHT, BIAS))
+    policy = RetryPolicy(budget=0.0)
+    with connect(liar.address, retry=policy) as experts, pytest.raises(CorruptDataError) as raised:
+        experts.state_dict()
+    said = "Given up after 0 retries: the budget of connect's RetryPolicy, which all calls share, is used up."
+    assert raised.value.__notes__ == [said]
+
+
 def test_what_is_said_of_other_weights_is_in_one_line_and_says_what_was_expected(liar, expert):
     liar.state = parcels((pb.StateEntry(expert="ffn.0", key="weight"), [WEIGHT[1]]))
     said = r"expected the state of expert 'ffn\.0', got StateEntry 'weight' of expert 'ffn\.0' with 1 tensors"

@@ -164,3 +164,26 @@ def test_waiting_for_a_server_and_looking_for_an_expert_take_nothing_from_the_bu
     trial = Attempts(policy, budget, Deadline(100.0))
     assert all(trial.pause_before_next([error]) is not None for _ in range(10))
     assert budget.try_take()
+
+
+def test_a_renewed_token_takes_nothing_from_the_budget_and_is_shown_a_few_times():
+    """A training ended though its token was renewed, once hedging had used up the budget."""
+    policy = RetryPolicy(budget=1.0, max_retries=3)
+    budget = RetryBudget(policy)
+    trial = Attempts(policy, budget, Deadline(100.0))
+    refused = [errors.PermissionDeniedError("another token")]
+    assert [trial.pause_before_next(refused) is not None for _ in range(4)] == [True, True, True, False]
+    assert trial.why_given_up == "connect's RetryPolicy has max_retries=3"
+    assert budget.try_take()
+
+
+@pytest.mark.parametrize(
+    "others",
+    [[], [GONE], [errors.PermissionDeniedError("another token")]],
+    ids=["alone", "a server that is gone", "a token that is refused"],
+)
+def test_a_busy_server_takes_one_from_the_budget_whatever_fails_beside_it(others):
+    policy = RetryPolicy(budget=1.0)
+    trial = Attempts(policy, RetryBudget(policy), Deadline(100.0))
+    assert [trial.pause_before_next([BUSY, *others]) is not None for _ in range(2)] == [True, False]
+    assert trial.why_given_up.startswith("the budget of connect's RetryPolicy")
