@@ -16,6 +16,7 @@ from experts_server.configuration.config import SecurityConfig
 from experts_server.serving.followed import Looks, refuse_pipes
 from experts_server.serving.key_kinds import TAKEN, kind_not_taken
 from moe_autograd.errors import ConfigError
+from moe_autograd.wire.x509 import certificates_in, chain_in
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +44,9 @@ def check_credentials(config: SecurityConfig) -> None:
     if config.tls_cert is None or config.tls_key is None:
         return
     certificates = _Certificates(config.tls_cert, config.tls_key, config.client_ca)
-    trust = certificates.check(certificates.read())
-    if trust.lacks is not None:
-        raise ConfigError(f"config, {_untrusted(config.tls_cert, trust.lacks)}")
+    for trust in certificates.check(certificates.read()):
+        if trust.lacks is not None:
+            raise ConfigError(f"config, {trust.told(trust.lacks)}")
 
 
 _Contents = tuple[bytes, bytes, bytes | None]  # of key, certificate and client_ca
@@ -67,7 +68,7 @@ class _Certificates:
         self._cert, self._key, self._client_ca = cert, key, client_ca
         self._in_use: _Contents | None = None
         self._new: grpc.ServerCertificateConfiguration | None = None
-        self._expires_at = math.inf  # what is in use, in seconds since the epoch, unless that was told
+        self._trusted: list[_Trust] = []  # what is in use, unless its end was told
         self._trouble = ""
         self._lock = threading.Lock()  # for `_new`
         self._looks = Looks(self._look)
@@ -78,27 +79,31 @@ class _Certificates:
         client_ca = None if self._client_ca is None else read_file(self._client_ca, "client_ca")
         return read_file(self._key, "tls_key"), read_file(self._cert, "tls_cert"), client_ca
 
-    def check(self, now: _Contents) -> _Trust:
-        """Check what was read, and return what clients will think of it; raises `ConfigError`.
+    def check(self, now: _Contents) -> list[_Trust]:
+        """Check what was read, and return what clients, and grpc, will think of it; raises `ConfigError`.
 
         OpenSSL reads the files themselves, which may be others by then: so what was read has to be in them still.
         """
         try:
             _check_certificates(self._cert, self._key, self._client_ca)
-            trust = _trust_in(self._cert, self._key)
+            trusts = [_trust_in(self._cert, self._key, now[1])]
         except OSError as error:
             raise ConfigError(_REPLACED) from error
         if self.read() != now:
             raise ConfigError(_REPLACED)
         _check_kind(self._cert, now[1])
-        return trust
+        if self._client_ca is not None and now[2] is not None:
+            trusts.append(_trust_in_authorities(self._client_ca, now[2]))
+        return trusts
 
     def take(self, now: _Contents) -> grpc.ServerCertificateConfiguration:
         """Use what was read, and return it in grpc's form; raises `ConfigError`."""
-        trust = self.check(now)
-        if trust.lacks is not None:
-            logger.error("%s", _untrusted(self._cert, trust.lacks))
-        self._in_use, self._expires_at, self._trouble = now, trust.ends_at, ""
+        trusts = self.check(now)
+        for trust in trusts:
+            if trust.lacks is not None:
+                logger.error("%s", trust.told(trust.lacks))
+        self._in_use, self._trouble = now, ""
+        self._trusted = [trust for trust in trusts if trust.lacks is None]
         key, cert, client_ca = now
         return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=client_ca)
 
@@ -119,9 +124,10 @@ class _Certificates:
             if self._trouble != (told := str(error)):
                 logger.warning("certificates stay as they were: %s", told)
             self._trouble = told
-        if time.time() > self._expires_at:
-            self._expires_at = math.inf
-            logger.error("%s", _untrusted(self._cert, "certificate has expired"))
+        for trust in [*self._trusted]:
+            if time.time() > trust.ends_at:
+                self._trusted.remove(trust)
+                logger.error("%s", trust.told("certificate has expired"))
 
 
 def _check_certificates(cert: Path, key: Path, client_ca: Path | None) -> None:
@@ -153,14 +159,21 @@ def _check_kind(cert: Path, contents: bytes) -> None:
 
 
 class _Trust(NamedTuple):
-    """Of a client that trusts whoever signed a certificate."""
+    """What clients think of the certificate, or grpc of the authorities that sign clients'."""
 
-    ends_at: float  # in seconds since the epoch
+    key: str
+    expected: str
+    file: Path
+    ends_at: float = math.inf  # in seconds since the epoch
     lacks: str | None = None  # what, in words of OpenSSL
 
+    def told(self, reason: str) -> str:
+        return f"key 'security.{self.key}': expected {self.expected}, got {str(self.file)!r} ({reason}). Renew it."
 
-def _trust_in(cert: Path, key: Path) -> _Trust:
-    """Have a client look at a certificate; OpenSSL says when it ends, or why it is not good now."""
+
+def _trust_in(cert: Path, key: Path, contents: bytes) -> _Trust:
+    """Have a client look at a certificate that trusts whoever signed it; OpenSSL says why it is not good now."""
+    trust = _Trust("tls_cert", "a certificate that clients can trust", cert)
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     server.load_cert_chain(cert, key, password="")
     client.load_verify_locations(cert)
@@ -176,16 +189,17 @@ def _trust_in(cert: Path, key: Path) -> _Trust:
                 continue
             except ssl.SSLError as error:
                 lacks = getattr(error, "verify_message", None) or error.reason or str(error)
-                return _Trust(math.inf, lacks)
-    seen: Any = sides[0].getpeercert()
-    return _Trust(ssl.cert_time_to_seconds(seen["notAfter"]))
+                return trust._replace(lacks=lacks)
+    return trust._replace(ends_at=min((each.ends_at for each in chain_in(contents)), default=math.inf))
 
 
-def _untrusted(cert: Path, reason: str) -> str:
-    return (
-        f"key 'security.tls_cert': expected a certificate that clients can trust, got {str(cert)!r} ({reason}). "
-        "Renew it."
-    )
+def _trust_in_authorities(client_ca: Path, contents: bytes) -> _Trust:
+    """Look whether any of them is valid now: of those that were renewed the old one may stay until it ends."""
+    trust = _Trust("client_ca", "an authority whose clients can be trusted", client_ca)
+    lacking = [each.lacks_now() for each in certificates_in(contents)]
+    if lacking and None not in lacking:
+        return trust._replace(lacks=lacking[-1])
+    return trust._replace(ends_at=max((each.ends_at for each in certificates_in(contents)), default=math.inf))
 
 
 def read_file(file: Path, key: str) -> bytes:

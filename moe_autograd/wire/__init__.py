@@ -14,7 +14,7 @@
 `gathered`         which backwards a server has gathered, told in eight bytes
 `options`          channel and server options, message sizes, limits
 `addresses`        what users give to reach a server, looked at before grpc sees it; so are `tokens`
-`certificates`     and these
+`certificates`     and these; `x509`: what they say of themselves
 `generate`         writes `experts_pb2` of `experts.proto`
 =================  ===========================================================================
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,15 @@ from experts_server.command.cli import main
 from experts_server.configuration.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
-from tests.support.certificates import make_certificate, make_certificates, openssl
+from tests.support.certificates import (
+    EXPIRED,
+    NOT_YET,
+    ONE_DAY,
+    ends_in,
+    make_certificate,
+    make_certificates,
+    openssl,
+)
 from tests.support.servers import WireClient, tokens, wait_until
 
 D = 8
@@ -171,29 +178,87 @@ def test_a_certificate_that_has_expired_is_found_by_the_check_and_told_by_the_se
         assert ("certificate has expired" in caplog.text) == (name == "expired")
 
 
-def test_a_certificate_that_expires_while_the_server_serves_is_told_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def write_bundle(folder: Path, name: str, *parts: str) -> Path:
+    """Write the certificates of these names into one file."""
+    bundle = folder / f"{name}.pem"
+    bundle.write_text("".join((folder / f"{part}.pem").read_text() for part in parts))
+    return bundle
+
+
+@pytest.mark.parametrize(
+    ("signers", "lacks"),
+    [
+        (("old",), "certificate has expired"),
+        (("next",), "certificate is not yet valid"),
+        (("old", "next"), "certificate is not yet valid"),
+        (("old", "ca"), None),
+        (("ca", "next"), None),
+    ],
+    ids=["old", "not yet", "old and not yet", "old and new", "new and not yet"],
+)
+def test_authorities_of_clients_of_which_none_is_valid_are_found_by_the_check_and_told_by_the_server(
+    signers: tuple[str, ...], lacks: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing had been, until a restart."""
+    """All clients were refused, and nothing told why."""
     make_certificates(tmp_path)
-    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=3)
-    when = ("-startdate", "20200101000000Z", "-enddate", f"{end:%Y%m%d%H%M%SZ}")
-    make_certificate(tmp_path, "brief", when)
-    security = SecurityConfig(tls_cert=tmp_path / "brief.pem", tls_key=tmp_path / "brief.key")
-    credentials = grpc.ssl_channel_credentials((tmp_path / "ca.pem").read_bytes())
+    for name, when in (("old", EXPIRED), ("next", NOT_YET)):
+        make_certificate(tmp_path, name, when, signed_by=name, is_authority=True)
+    own = {"tls_cert": tmp_path / "server.pem", "tls_key": tmp_path / "server.key"}
+    paths = {**own, "client_ca": write_bundle(tmp_path, "clients", *signers)}
+    lines = [f'{key} = "{path}"\n' for key, path in paths.items()]
+    (tmp_path / "s.toml").write_text(f'[experts.e]\nclass = "identity"\n[security]\n{"".join(lines)}')
+    checked = CliRunner().invoke(main, ["config", "--check", str(tmp_path / "s.toml")])
+    config = ServingConfig(security=SecurityConfig(**paths))
+    with ExpertsServer({"e": FeedForwardExpert(D)}, config=config):
+        pass
+    if lacks is None:
+        assert checked.exit_code == 0, checked.output
+        assert "clients.pem" not in caplog.text
+    else:
+        expected = "key 'security.client_ca': expected an authority whose clients can be trusted, got "
+        said = f"{expected}'{paths['client_ca']}' ({lacks}). Renew it."
+        assert (checked.exit_code, said in checked.output) == (1, True), checked.output
+        assert said in caplog.text
+
+
+@pytest.mark.parametrize("ending", ["server", "chain", "clients"])
+def test_what_expires_while_the_server_serves_is_told_of_once(
+    ending: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A certificate, one that it hangs on, the authority of clients: nothing had been, until a restart."""
+    make_certificates(tmp_path)
+
+    def write(*when: str) -> Path:
+        """Write what expires, and what hangs on it; return the server's certificate."""
+        if ending == "clients":
+            make_certificate(tmp_path, ending, when, signed_by=ending, is_authority=True)
+            make_certificate(tmp_path, "client", ONE_DAY, signed_by=ending)
+        elif ending == "chain":
+            make_certificate(tmp_path, "between", when, is_authority=True)
+            make_certificate(tmp_path, "server", ONE_DAY, signed_by="between")
+            return write_bundle(tmp_path, "chain", "server", "between")
+        else:
+            make_certificate(tmp_path, ending, when)
+        return tmp_path / "server.pem"
+
+    def ask() -> WireClient:
+        files = [(tmp_path / name).read_bytes() for name in ("ca.pem", "client.key", "client.pem")]
+        return WireClient(server.address, credentials=grpc.ssl_channel_credentials(*files))
 
     def is_told() -> bool:
-        with (
-            WireClient(server.address, credentials=credentials) as client,
-            contextlib.suppress(grpc.RpcError),
-        ):
+        with ask() as client, contextlib.suppress(grpc.RpcError):
             client.info()
-        return "brief.pem' (certificate has expired). Renew it." in caplog.text
+        return f"{ending}.pem' (certificate has expired). Renew it." in caplog.text
 
-    with ExpertsServer({"e": FeedForwardExpert(D)}, config=ServingConfig(security=security)) as server:
+    paths = {"tls_cert": write(*ends_in(4)), "tls_key": tmp_path / "server.key"}
+    if ending == "clients":
+        paths["client_ca"] = tmp_path / "clients.pem"
+    with ExpertsServer(
+        {"e": FeedForwardExpert(D)}, config=ServingConfig(security=SecurityConfig(**paths))
+    ) as server:
         wait_until(is_told)
         assert is_told()
         assert caplog.text.count("certificate has expired") == 1
-        make_certificate(tmp_path, "brief", ("-days", "1"))
-        with WireClient(server.address, credentials=credentials) as client:
+        write(*ONE_DAY)
+        with ask() as client:
             assert client.forward("e", tokens(2, D)).code == "OK"
