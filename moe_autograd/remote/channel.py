@@ -239,7 +239,7 @@ class Channel:
         ours = error_of_rpc(call.code(), call.details(), call.trailing_metadata(), place)
         certificates = self._link.certificates
         if certificates is not None and isinstance(ours, ServerUnavailableError):
-            return type(ours)(f"{ours} {certificates.trouble}".rstrip())
+            return type(ours)(f"{ours} {certificates.remarks(call.details() or '')}".rstrip())
         return ours
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 
-from moe_autograd.wire.certificates import channel_credentials, read_certificate
+from moe_autograd.wire.certificates import channel_credentials, read_certificate, remarks
 from moe_autograd.wire.tokens import read_token
 
 
@@ -120,6 +120,12 @@ class Certificates:
             except (OSError, ValueError) as error:
                 self.trouble = f"The certificates in use are those of before: {error}"
             return self._credentials
+
+    def remarks(self, details: str) -> str:
+        """Return what these files may have to do with a connection that failed, of which gRPC says this."""
+        ca, cert, _ = self._contents
+        said = remarks(details, self._tls.ca_file, ca, self._tls.cert_file, cert)
+        return f"{said} {self.trouble}".strip()
 
     def __repr__(self) -> str:
         return f"Certificates({self._tls!r})"

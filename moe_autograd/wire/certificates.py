@@ -11,6 +11,8 @@ from pathlib import Path
 
 import grpc
 
+from moe_autograd.wire.x509 import certificates_in, chain_in
+
 File = str | Path
 
 
@@ -52,6 +54,31 @@ def channel_credentials(
             "TLS: expected files that stay as they are while they are read, got some that are replaced. Try again."
         )
     return grpc.ssl_channel_credentials(*read)
+
+
+def remarks(
+    details: str, ca_file: File | None, ca: bytes | None, cert_file: File | None, cert: bytes | None
+) -> str:
+    """Return what certificates may have to do with a connection that failed; clocks may differ from one to the other.
+
+    Args:
+        details: what gRPC says of it.
+        ca_file: as in `channel_credentials`.
+        ca: what is in it.
+        cert_file: as in `channel_credentials`.
+        cert: what is in it.
+    """
+    own = [lacks for each in chain_in(cert or b"") if (lacks := each.lacks_now()) is not None]
+    said = [f"By the clock here this client's {lacks} ({str(cert_file)!r}). Renew it." for lacks in own[:1]]
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        lacking = [each.lacks_now() for each in certificates_in(ca or b"")]
+        why = f", of which by the clock here each {lacking[0]}" if lacking and None not in lacking else ""
+        said.append(
+            "There is no ca_file: only the authorities that gRPC ships are trusted."
+            if ca_file is None
+            else f"The ca_file is {str(ca_file)!r}{why}."
+        )
+    return " ".join(said)
 
 
 def _contents(files: Iterable[File | None]) -> list[bytes | None]:

@@ -99,9 +99,14 @@ class TestTLS:
     def test_an_authority_that_did_not_sign_it_is_refused(self, address, folder, tmp_path):
         make_authority(tmp_path)
         with pytest.raises(
-            ServerUnavailableError, match=r"certificate that can be trusted, got .* local issuer"
+            ServerUnavailableError,
+            match=r"can be trusted, got .* local issuer.* The ca_file is '.*/ca\.pem'\.\Z",
         ):
             train_once(address, tls=TLS(tmp_path / "ca.pem", server_name="localhost"))
+
+    def test_that_no_authority_was_named_is_said(self, address):
+        with pytest.raises(ServerUnavailableError, match=r"can be trusted, got .* There is no ca_file: only"):
+            train_once(address, tls=TLS(server_name="localhost"))
 
     def test_a_certificate_that_has_expired_is_refused(self, folder):
         security = SecurityConfig(tls_cert=folder / "expired.pem", tls_key=folder / "expired.key")
@@ -140,12 +145,10 @@ class TestMutualTLS:
         with pytest.raises(ServerUnavailableError, match="does it want a certificate of yours"):
             train_once(address, tls=TLS(folder / "ca.pem", server_name="localhost"))
 
-    @pytest.mark.parametrize("name", ["expired", "stranger"])
-    def test_a_client_whose_certificate_is_not_accepted_is_refused(self, address, folder, tmp_path, name):
+    def test_a_client_whose_certificate_is_of_another_authority_is_refused(self, address, folder, tmp_path):
         make_certificates(tmp_path)
-        place = (folder if name == "expired" else tmp_path) / ("expired" if name == "expired" else "client")
-        own = (place.with_suffix(".pem"), place.with_suffix(".key"))
-        with pytest.raises(ServerUnavailableError, match="does it want a certificate of yours"):
+        own = (tmp_path / "client.pem", tmp_path / "client.key")
+        with pytest.raises(ServerUnavailableError, match=r"does it want a certificate of yours\?\Z"):
             train_once(address, tls=TLS(folder / "ca.pem", *own))
 
 
