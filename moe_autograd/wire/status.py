@@ -61,6 +61,7 @@ _NOT_CONNECTED = re.compile(
     re.DOTALL,
 )
 _BROKEN_OFF = re.compile(r"Stream removed \((.*)\)|(ping timeout)", re.DOTALL)
+_CUT_OFF = ("CANCELLED", "Cancelling all calls")  # by grpc in a server that stops, or by something on the way
 CLOSED_HERE = ("Locally cancelled by application!", "Channel closed!")
 _TLS_FAILURES = (
     (
@@ -165,6 +166,11 @@ def _in_our_words(details: str) -> str:
     """Return what to say of a connection that grpc could not make, or lost; other details are a server's, and ours."""
     if details in CLOSED_HERE:
         return "expected to be waited for, got cancelled here. Was the connection closed meanwhile?"
+    if details in _CUT_OFF:
+        return (
+            f"expected an answer, got a call that was cut off ({details!r}), as by a server that stops. Whether it "
+            "was done is not known. Is the server still there?"
+        )
     if (broken := _BROKEN_OFF.fullmatch(details)) is not None:
         reason = broken[1] or broken[2]
         return f"expected an answer, got a connection that broke off ({reason!r}). Is the server still there?"

@@ -161,6 +161,25 @@ def test_a_call_that_was_cancelled_here_says_so(details):
     assert "got cancelled here. Was the connection closed" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("code", "details", "reason"),
+    [
+        (grpc.StatusCode.CANCELLED, "CANCELLED", "CANCELLED"),
+        (grpc.StatusCode.CANCELLED, "", "CANCELLED"),
+        (grpc.StatusCode.UNAVAILABLE, "Cancelling all calls", "Cancelling all calls"),
+    ],
+    ids=["its name", "no words", "all calls"],
+)
+def test_a_call_that_a_server_cut_off_as_it_stopped_says_so(code, details, reason):
+    """A save beside a stop ended with the bare word."""
+    error = error_of_rpc(code, details, None, "server at a.b:3")
+    assert isinstance(error, errors.ServerUnavailableError)
+    told = f"expected an answer, got a call that was cut off ({reason!r}), as by a server that stops. "
+    assert (
+        str(error) == f"server at a.b:3: {told}Whether it was done is not known. Is the server still there?"
+    )
+
+
 def test_a_code_of_a_newer_server_is_a_remote_error():
     assert type(error_of(pb.Status(code=99, message="new"))) is errors.RemoteError
 
