@@ -21,11 +21,11 @@ from experts_server.command.stdout import open_stream, to_stdout
 from experts_server.command.tables import console_of_any_width, fit, plain_table
 from experts_server.configuration.names import counted
 from moe_autograd._contexts import contextmanager
-from moe_autograd.errors import ConfigError, CorruptDataError, DeadlineExceededError
+from moe_autograd.errors import ConfigError, CorruptDataError, DeadlineExceededError, ServerUnavailableError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
 from moe_autograd.wire.addresses import host_of, in_certificate
-from moe_autograd.wire.certificates import channel_credentials
+from moe_autograd.wire.certificates import channel_credentials, read_certificate, remarks
 from moe_autograd.wire.framing import seal, unseal
 from moe_autograd.wire.options import CHANNEL_OPTIONS
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
@@ -78,7 +78,19 @@ def _connected(
                 raise DeadlineExceededError(
                     f"{place}: expected an answer within {timeout_s} s, got none. Is the server overloaded?"
                 ) from error
-            raise error_of_rpc(call.code(), call.details(), call.trailing_metadata(), place) from error
+            ours = error_of_rpc(call.code(), call.details(), call.trailing_metadata(), place)
+            if credentials is not None and isinstance(ours, ServerUnavailableError):
+                ours = type(ours)(f"{ours} {_remarks(call.details() or '', ca, cert)}".rstrip())
+            raise ours from error
+
+
+def _remarks(details: str, ca: Path | None, cert: Path | None) -> str:
+    """Return what certificates may have to do with a connection that failed, of which grpc says this."""
+    try:
+        contents = [None if file is None else read_certificate(file) for file in (ca, cert)]
+    except (OSError, ValueError):  # gone since it was read
+        return ""
+    return remarks(details, ca, contents[0], cert, contents[1])
 
 
 def _credentials(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.ChannelCredentials | None:

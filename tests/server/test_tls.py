@@ -21,6 +21,7 @@ from tests.support.certificates import (
     NOT_YET,
     ONE_DAY,
     ends_in,
+    make_authority,
     make_certificate,
     make_certificates,
     openssl,
@@ -91,6 +92,22 @@ def test_with_a_client_ca_only_clients_with_its_certificate_are_served(
             with unknown, pytest.raises(grpc.RpcError) as refused:
                 unknown.info()
             assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_command_says_that_its_certificate_has_expired_or_which_authority_did_not_sign(
+    certificates: Path, tmp_path: Path
+) -> None:
+    make_authority(tmp_path)
+    paths = {"tls_cert": "server.pem", "tls_key": "server.key", "client_ca": "ca.pem"}
+    security = SecurityConfig(**{key: certificates / name for key, name in paths.items()})
+    own = ["--cert", str(certificates / "expired.pem"), "--key", str(certificates / "expired.key")]
+    with ExpertsServer({"e": FeedForwardExpert(D)}, config=ServingConfig(security=security)) as server:
+        for ca, said in (
+            (certificates / "ca.pem", "By the clock here this client's certificate has expired"),
+            (tmp_path / "ca.pem", f"The ca_file is '{tmp_path / 'ca.pem'}'."),
+        ):
+            shown = CliRunner().invoke(main, ["info", server.address, "--ca", str(ca), *own])
+            assert (shown.exit_code, said in shown.output) == (1, True), shown.output
 
 
 @pytest.mark.parametrize(
