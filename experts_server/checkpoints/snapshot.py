@@ -5,10 +5,11 @@
     gathered.<client>.<parameter>     gradients that wait for their client's step
     random                            where the expert's random numbers are
 
-Plain values (JSON): class names, counts, scalar optimizer state, the ledger, and of the schedule and the optimizer's
-groups what has changed since they were built: the rest is as configured, also when the configuration changes. What
-cannot be told in tensors and plain values is refused, and not left out. `take` runs in a turn of the expert, so all
-of it is of one moment: between updates, never during one.
+Plain values (JSON): class names, the versions of the module's parts (by which a class whose version has grown since
+migrates, as torch lets it), counts, scalar optimizer state, the ledger, and of the schedule and the optimizer's groups
+what has changed since they were built: the rest is as configured, also when the configuration changes. What cannot be
+told in tensors and plain values is refused, and not left out. `take` runs in a turn of the expert, so all of it is of
+one moment: between updates, never during one.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from experts_server.hosting.gradients import laid_out_like
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.state import in_one_line
 from experts_server.hosting.training import Trainer
+from moe_autograd._metadata import metadata_of, with_metadata
 from moe_autograd.errors import CheckpointError
 
-FORMAT = 5
+FORMAT = 6
 
 # Optimizers that want some state only with a setting, look for it only in their first step, and then begin with zeros.
 _STATE_OF_SETTINGS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
@@ -52,7 +54,8 @@ def take(hosted: HostedExpert) -> Snapshot:
         CheckpointError: some of it is neither a tensor nor a plain value, or a tensor of a kind that has no plain copy.
     """
     tensors = {}
-    for key, value in hosted.module.state_dict().items():
+    state = hosted.module.state_dict()
+    for key, value in state.items():
         if not isinstance(value, Tensor):
             raise _cannot_hold(f"expert {hosted.name!r}, {key!r} of its state_dict", value, "a tensor")
         tensors[f"weights.{key}"] = value
@@ -70,6 +73,7 @@ def take(hosted: HostedExpert) -> Snapshot:
             **_identity(hosted),
             "module": type(hosted.module).__module__,
             "replica": hosted.replica,
+            "metadata": _plain_metadata(hosted.name, metadata_of(state)),
             "trained": _trained(hosted),
             **trained,
             "ledger": hosted.ledger.to_plain(),
@@ -85,7 +89,8 @@ def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
     """
     try:
         with torch.no_grad():
-            hosted.module.load_state_dict(_group(snapshot.tensors, "weights"))
+            weights = _group(snapshot.tensors, "weights")
+            hosted.module.load_state_dict(with_metadata(weights, snapshot.plain["metadata"]))
         if hosted.trainer is not None:
             _restore_training(hosted.trainer, snapshot)
     except Exception as error:  # whatever a user's module or optimizer raises
@@ -97,6 +102,15 @@ def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
         hosted.caller.random.set_state(snapshot.tensors["random"])
     hosted.ledger.load_plain(snapshot.plain["ledger"])
     hosted.replica = snapshot.plain["replica"]
+
+
+def _plain_metadata(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the parts have in it, by path: their versions, and what hooks of `state_dict` add."""
+    for path, values in metadata.items():
+        if not _is_plain(values):
+            place = f"expert {name!r}, the metadata of its state_dict for {path!r}"
+            raise _cannot_hold(place, values, "values that JSON gives back")
+    return copy.deepcopy(dict(metadata))
 
 
 def _identity(hosted: HostedExpert) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from experts_server.hosting.hosted import HostedExpert
+from moe_autograd._metadata import metadata_of, with_metadata
 from moe_autograd.errors import ConfigError, ExpertFailedError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.layouts import layout_of, mismatch, num_bytes
@@ -107,8 +108,9 @@ def load_state(hosted: HostedExpert, state: Mapping[str, Tensor], update: pb.Sta
 
 def _load(hosted: HostedExpert, state: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
+        given = with_metadata(state, metadata_of(hosted.module.state_dict()))
         # all keys are there (`check_state`), but for what is no tensor: that has not travelled, and stays
-        hosted.module.load_state_dict(dict(state), strict=False)
+        hosted.module.load_state_dict(given, strict=False)
 
 
 def in_one_line(error: Exception) -> str:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd.errors": (),
     "moe_autograd._natural_order": (),
+    "moe_autograd._metadata": (),
     "moe_autograd._contexts": (),
     "moe_autograd._computed_once": (),
     "moe_autograd.timeline": (
@@ -164,6 +165,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "experts_server.locks",
         "experts_server.spec",
         "moe_autograd._contexts",
+        "moe_autograd._metadata",
         "moe_autograd._random",
         "moe_autograd._streams",
         "moe_autograd.autograd",
@@ -188,6 +190,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "experts_server.locks",
         "experts_server.queues",
         "moe_autograd._contexts",
+        "moe_autograd._metadata",
         "moe_autograd.autograd",
         "moe_autograd.errors",
     ),
