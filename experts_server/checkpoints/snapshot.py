@@ -90,7 +90,7 @@ def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
     try:
         with torch.no_grad():
             weights = _group(snapshot.tensors, "weights")
-            hosted.module.load_state_dict(with_metadata(weights, snapshot.plain["metadata"]))
+            hosted.module.load_state_dict(with_metadata(weights, copy.deepcopy(snapshot.plain["metadata"])))
         if hosted.trainer is not None:
             _restore_training(hosted.trainer, snapshot)
     except Exception as error:  # whatever a user's module or optimizer raises

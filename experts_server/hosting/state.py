@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from experts_server.hosting.hosted import HostedExpert
-from moe_autograd._metadata import metadata_of, with_metadata
+from moe_autograd._metadata import merged, metadata_of, paths_in, with_metadata
 from moe_autograd.errors import ConfigError, ExpertFailedError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.layouts import layout_of, mismatch, num_bytes
@@ -36,7 +36,10 @@ def layout_of_expert(hosted: HostedExpert) -> pb.StateLayout:
 
 
 def copy_state(hosted: HostedExpert) -> dict[str, Tensor]:
-    """Return a copy of the module's `state_dict`, on the CPU; entries that are no tensors are left out."""
+    """Return a copy of the module's `state_dict`, on the CPU; entries that are no tensors are left out.
+
+    It has the versions of the module's parts, as torch's `_metadata`.
+    """
     return _copies(_tensors(hosted))
 
 
@@ -56,11 +59,20 @@ def state_to_send(hosted: HostedExpert) -> dict[str, Tensor]:
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: value.detach().cpu().clone() for key, value in tensors.items()}
+    copies = {key: value.detach().cpu().clone() for key, value in tensors.items()}
+    return with_metadata(copies, metadata_of(tensors))
 
 
 def _tensors(hosted: HostedExpert) -> dict[str, Tensor]:
-    return {key: value for key, value in hosted.module.state_dict().items() if isinstance(value, Tensor)}
+    state = hosted.module.state_dict()
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    return with_metadata(tensors, metadata_of(state))
+
+
+def known_versions(layout: pb.StateLayout, entry: pb.StateEntry) -> dict[str, int]:
+    """Return what an entry says of the versions of modules, without those of modules that this expert has not."""
+    known = paths_in(own.key for own in layout.entries)
+    return {path: version for path, version in entry.versions.items() if path in known}
 
 
 def check_size(name: str, layout: pb.StateLayout, state: Mapping[str, Tensor]) -> None:
@@ -108,7 +120,9 @@ def load_state(hosted: HostedExpert, state: Mapping[str, Tensor], update: pb.Sta
 
 def _load(hosted: HostedExpert, state: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
-        given = with_metadata(state, metadata_of(hosted.module.state_dict()))
+        # a state without versions counts as one of the class as it is now
+        own = metadata_of(hosted.module.state_dict())
+        given = with_metadata(state, merged(own, metadata_of(state)))
         # all keys are there (`check_state`), but for what is no tensor: that has not travelled, and stays
         hosted.module.load_state_dict(given, strict=False)
 

@@ -21,13 +21,21 @@ from experts_server.budget import Budget
 from experts_server.configuration.config import ServingConfig
 from experts_server.hosting.calls import Expected, UpdateCall
 from experts_server.hosting.hosted import HostedExpert
-from experts_server.hosting.state import check_size, check_state, layout_of_expert, load_state, state_to_send
+from experts_server.hosting.state import (
+    check_size,
+    check_state,
+    known_versions,
+    layout_of_expert,
+    load_state,
+    state_to_send,
+)
 from experts_server.queues.registry import Registry, only_result
 from experts_server.serving.doorway import EOF, Context, Doorway, Passing, only_message
 from experts_server.serving.security import Permission
 from experts_server.serving.streams import PassStream
 from experts_server.serving.unanswered import Unanswered
 from moe_autograd._contexts import contextmanager
+from moe_autograd._metadata import of_versions, versions_of, with_metadata
 from moe_autograd.errors import CorruptDataError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
@@ -198,8 +206,10 @@ class Service:
         for name in names:
             state = only_result(await self.registry.inspect([name], state_to_send))
             writer.add(pb.StateUpdate(num_entries=len(state)))
+            versions = versions_of(state)
             for key, tensor in state.items():
-                writer.add(pb.StateEntry(expert=name, key=key), [tensor])
+                writer.add(pb.StateEntry(expert=name, key=key, versions=versions), [tensor])
+                versions = {}
             while (message := writer.next_message()) is not None:
                 await rpc.ask_again()
                 await rpc.write(message)
@@ -256,6 +266,14 @@ class Service:
             raise InvalidCallError(
                 f"state of expert {name!r}: expected each key once, got {entry.key!r} again. The client is broken."
             )
+        if entry.versions:
+            if hasattr(state, "_metadata"):
+                raise InvalidCallError(
+                    f"state of expert {name!r}: expected versions with one entry alone, got some again with "
+                    f"{entry.key!r}. The client is broken."
+                )
+            versions = known_versions(self._layout(name), entry)
+            state = states[name] = with_metadata(state, of_versions(versions))
         state[entry.key] = tensor
         check_size(name, self._layout(name), state)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from moe_autograd._metadata import metadata_below, metadata_of, path_within, with_metadata
 from moe_autograd.autograd.grouping import call_alone
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.remote.parts import Freeze
@@ -91,8 +92,14 @@ class RemoteExpert(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Let `state_dict()` of any module that holds this one fetch the hosted weights."""
-        for key, tensor in self._connection.fetch_states([self.name])[self.name].items():
+        state = self._connection.fetch_states([self.name])[self.name]
+        for key, tensor in state.items():
             destination[prefix + key] = tensor
+        beside: dict[str, dict[str, Any]] | None = getattr(destination, "_metadata", None)
+        if beside is not None:
+            beside.get(path_within(prefix, ""), {}).pop("version", None)  # this class's own
+            for path, values in metadata_of(state).items():
+                beside.setdefault(path_within(prefix, path), {}).update(values)
 
     def _load_from_state_dict(
         self,
@@ -106,7 +113,8 @@ class RemoteExpert(nn.Module):
     ) -> None:
         """Let `load_state_dict()` of any module that holds this one set the hosted weights.
 
-        All of an expert's or none: a state with some of its keys is refused, whatever `strict` is.
+        All of an expert's or none: a state with some of its keys is refused, whatever `strict` is. Versions of modules
+        that the state has travel with it; without them it counts as one of the class that the server has now.
         """
         given = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
         keys = [entry.key for entry in self.hosted.layout.entries]
@@ -116,7 +124,8 @@ class RemoteExpert(nn.Module):
             missing_keys += [prefix + key for key in keys]
             return
         try:
-            self._connection.send_states({self.name: own})
+            beside = metadata_below(prefix, local_metadata)
+            self._connection.send_states({self.name: with_metadata(own, beside)})
         except (InvalidCallError, TypeError) as error:
             error_msgs.append(str(error))
 

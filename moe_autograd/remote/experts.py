@@ -26,7 +26,7 @@ from moe_autograd.remote.placement import HostedExpert
 from moe_autograd.remote.retry import RetryPolicy
 from moe_autograd.remote.security import TLS, Certificates, Token
 from moe_autograd.remote.servers import Servers
-from moe_autograd.remote.state import check_apart, split_by_expert
+from moe_autograd.remote.state import check_apart, joined_states, split_by_expert
 from moe_autograd.wire.tensors import TensorLimits
 
 
@@ -189,7 +189,7 @@ class RemoteExperts(Mapping[str, RemoteExpert]):
         """Fetch the weights of all experts.
 
         Returns:
-            Tensors on the CPU, by `<expert>.<key>`.
+            Tensors on the CPU, by `<expert>.<key>`; beside them the versions of hosted modules, as in torch.
 
         Raises:
             ValueError: `<expert>.<key>` could be of either of two experts.
@@ -197,7 +197,7 @@ class RemoteExperts(Mapping[str, RemoteExpert]):
         """
         check_apart(self._connection.hosted)
         states = self._connection.fetch_states(list(self))
-        return {f"{name}.{key}": tensor for name in self for key, tensor in states[name].items()}
+        return joined_states({name: states[name] for name in self})
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Set the weights of all experts that `state_dict` has keys of, on every server that hosts them.
@@ -206,7 +206,8 @@ class RemoteExperts(Mapping[str, RemoteExpert]):
         are converted, as in torch.
 
         Args:
-            state_dict: what `state_dict` returned, or a part of it that is complete for each of its experts.
+            state_dict: what `state_dict` returned, or a part of it that is complete for each of its experts. Without
+                versions of modules, as in a plain dict, it counts as one of the classes that servers have now.
 
         Raises:
             TypeError: it is no mapping of tensors.

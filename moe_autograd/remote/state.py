@@ -1,17 +1,26 @@
 """The weights of hosted experts, streamed tensor by tensor: fetched, and set.
 
 What a server sends is taken only if it has the keys, dtypes and shapes that it told when it was asked what it hosts:
-another state would be saved, and be missed when it is loaded. What the values are, only the server knows.
+another state would be saved, and be missed when it is loaded. What the values are, only the server knows. States have
+the versions of hosted modules beside them, as torch's `_metadata`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from moe_autograd._metadata import (
+    metadata_of,
+    of_versions,
+    path_within,
+    paths_in,
+    versions_of,
+    with_metadata,
+)
 from moe_autograd.errors import CorruptDataError
 from moe_autograd.remote.asking import upload
 from moe_autograd.remote.channel import Channel
@@ -67,7 +76,7 @@ class _Arrivals:
         self._to_come = list(layouts)[::-1]
         self._num_left = 0
         self._states: dict[str, State] = {}
-        self._name, self._keys = "", frozenset[str]()
+        self._name, self._keys, self._paths = "", frozenset[str](), set[str]()
 
     def put(self, parcel: Parcel) -> None:
         """Take what has come; raises `CorruptDataError` if it should not have."""
@@ -78,16 +87,29 @@ class _Arrivals:
             self._name, self._num_left = self._to_come.pop(), head.num_entries
             self._states[self._name] = {}
             self._keys = frozenset(entry.key for entry in self._layouts[self._name].entries)
+            self._paths = paths_in(self._keys)
         elif isinstance(head, pb.StateEntry) and self._is_next(head) and len(parcel.tensors) == 1:
             (tensor,) = parcel.tensors
             if tensor is None:
                 raise CorruptDataError(f"expert {self._name!r}, {head.key!r}: expected a tensor, got None.")
             self._num_left -= 1
+            self._take_versions(head)
             self._states[self._name][head.key] = tensor
         else:
             named = f" {head.key!r} of expert {head.expert!r}" if isinstance(head, pb.StateEntry) else ""
             got = f"{type(head).__name__}{named} with {len(parcel.tensors)} tensors"
             raise CorruptDataError(f"expected {self._expected()}, got {got}. The server is broken.")
+
+    def _take_versions(self, head: pb.StateEntry) -> None:
+        if not head.versions:
+            return
+        state = self._states[self._name]
+        if metadata_of(state) or not head.versions.keys() <= self._paths:
+            raise CorruptDataError(
+                f"expert {self._name!r}, {head.key!r}: expected versions of modules that have entries, and with one "
+                f"entry alone, got {len(head.versions)}. The server is broken."
+            )
+        self._states[self._name] = with_metadata(state, of_versions(head.versions))
 
     def _expected(self) -> str:
         if self._num_left:
@@ -121,7 +143,7 @@ def as_hosted(state: Mapping[str, Tensor], layout: pb.StateLayout) -> State:
         dtype = dtypes.get(key)
         return tensor.detach().to(dtype) if dtype is not None and isinstance(tensor, Tensor) else tensor
 
-    return {key: converted(key, tensor) for key, tensor in state.items()}
+    return with_metadata({key: converted(key, tensor) for key, tensor in state.items()}, metadata_of(state))
 
 
 def send_states(
@@ -143,6 +165,7 @@ def send_states(
     head.MergeFrom(update)
     writer.add(head)
     for name, state in states.items():
+        versions = versions_of(state)
         for key, tensor in state.items():
             if not isinstance(tensor, Tensor):
                 raise TypeError(
@@ -153,7 +176,8 @@ def send_states(
                 check_can_travel(tensor)
             except TypeError as error:
                 raise TypeError(f"expert {name!r}, state of {key!r}: {error}") from error
-            writer.add(pb.StateEntry(expert=name, key=key), [tensor])
+            writer.add(pb.StateEntry(expert=name, key=key, versions=versions), [tensor])
+            versions = {}
     messages = iter(writer.next_message, None)
     return upload(channel, "SetState", messages, pb.UpdateReply, operation)
 
@@ -205,10 +229,30 @@ def split_by_expert(state_dict: Mapping[str, Tensor], names: Iterable[str]) -> d
     known = set(names)
     states: dict[str, State] = {}
     for key, tensor in state_dict.items():
-        name = str(key).rpartition(".")[0]
-        while name and name not in known:  # the longest that is one: names and keys have dots
-            name = name.rpartition(".")[0]
+        name = _expert_of(str(key).rpartition(".")[0], known)
         if not name:
             raise KeyError(f"state_dict: expected keys of the form '<expert>.<key>', got {key!r}.")
         states.setdefault(name, {})[key.removeprefix(f"{name}.")] = tensor
-    return states
+    metadata: dict[str, dict[str, Any]] = {name: {} for name in states}
+    for path, values in metadata_of(state_dict).items():
+        if (name := _expert_of(path, known)) in metadata:
+            metadata[name][path.removeprefix(name).removeprefix(".")] = values
+    return {name: with_metadata(state, metadata[name]) for name, state in states.items()}
+
+
+def joined_states(states: Mapping[str, State]) -> State:
+    """Return one `state_dict` of the states of some experts, by name, of which `split_by_expert` makes these again."""
+    joined = {f"{name}.{key}": tensor for name, state in states.items() for key, tensor in state.items()}
+    metadata = {
+        path_within(f"{name}.", path): values
+        for name, state in states.items()
+        for path, values in metadata_of(state).items()
+    }
+    return with_metadata(joined, metadata)
+
+
+def _expert_of(path: str, known: Collection[str]) -> str:
+    """Return the longest name of an expert that is this path or holds it, or none: names and keys have dots."""
+    while path and path not in known:
+        path = path.rpartition(".")[0]
+    return path

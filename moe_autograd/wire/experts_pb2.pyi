@@ -463,12 +463,21 @@ class EntryLayout(_message.Message):
     def __init__(self, key: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StateEntry(_message.Message):
-    __slots__ = ("expert", "key")
+    __slots__ = ("expert", "key", "versions")
+    class VersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     EXPERT_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
     expert: str
     key: str
-    def __init__(self, expert: _Optional[str] = ..., key: _Optional[str] = ...) -> None: ...
+    versions: _containers.ScalarMap[str, int]
+    def __init__(self, expert: _Optional[str] = ..., key: _Optional[str] = ..., versions: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class StateUpdate(_message.Message):
     __slots__ = ("client_id", "sequence", "settled_below", "num_entries")

@@ -18,7 +18,7 @@ from moe_autograd.remote import RemoteExpert, RemoteOptimizer, RetryPolicy, conn
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
 from tests.support.gated import Waiting
-from tests.support.liar import BIAS, WEIGHT, Liar, X, parcels, results, state
+from tests.support.liar import BIAS, WEIGHT, Liar, X, entry, parcels, results, state
 from tests.support.servers import wait_until
 
 ONCE = RetryPolicy(patience_s=0.0, max_retries=0)
@@ -243,6 +243,11 @@ def test_its_weights_are_believed_where_they_are_whole(expert):
         state(WEIGHT, BIAS, WEIGHT, num_entries=3),
         parcels((pb.StateUpdate(num_entries=0), []), (pb.StateUpdate(num_entries=0), [])),
         parcels((pb.StateUpdate(num_entries=2), []), (pb.StateEntry(expert="ffn.0", key="weight"), [X, X])),
+        parcels(
+            (pb.StateUpdate(num_entries=2), []), *[entry(*one, versions={"": 1}) for one in (WEIGHT, BIAS)]
+        ),
+        parcels((pb.StateUpdate(num_entries=2), []), entry(*WEIGHT, versions={"up": 1}), entry(*BIAS)),
+        parcels((pb.StateUpdate(num_entries=2), []), entry(*WEIGHT, versions={"weight": 1}), entry(*BIAS)),
         [b"no message of ours"],
     ],
     ids=[
@@ -267,6 +272,9 @@ def test_its_weights_are_believed_where_they_are_whole(expert):
         "an entry again",
         "another expert's beside it",
         "two tensors at once",
+        "versions twice",
+        "the version of a module that is not there",
+        "the version of a tensor",
         "no message",
     ],
 )

@@ -15,7 +15,7 @@ from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
-from moe_autograd.wire.framing import seal
+from moe_autograd.wire.framing import seal, unseal
 from moe_autograd.wire.parcels import ParcelWriter
 from tests.support.hosting import sgd
 from tests.support.parcels import messages_of
@@ -303,6 +303,36 @@ def test_a_state_with_a_key_twice_is_refused_and_changes_nothing(client: WireCli
         client.channel.stream_unary(methods.path("SetState"))(messages_of(writer), timeout=START_S)
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "state of expert 'ffn.0': expected each key once, got 'up.bias' again" in refused.value.details()
+    torch.testing.assert_close(client.get_state("ffn.0"), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("is_twice", "versions", "text"),
+    [
+        (True, {"": 1}, "expected versions with one entry alone, got some again with"),
+        (False, {"": 1, "up": 2, "down": 0, "weight": 3, "up.bias": -1, "\0..": 1 << 62}, None),
+    ],
+    ids=["twice", "of modules that are not there"],
+)
+def test_versions_of_modules_are_taken_once_and_of_what_is_there(
+    client: WireClient, is_twice: bool, versions: dict[str, int], text: str | None
+) -> None:
+    """Those of others are left out: nothing could be done with them."""
+    before = client.get_state("ffn.0")
+    writer = ParcelWriter()
+    writer.add(pb.StateUpdate(client_id=b"v", sequence=1 + is_twice, num_entries=4))
+    for is_later, (key, tensor) in enumerate(before["ffn.0"].items()):
+        told = {} if is_later and not is_twice else versions
+        writer.add(pb.StateEntry(expert="ffn.0", key=key, versions=told), [tensor])
+    send = client.channel.stream_unary(methods.path("SetState"))
+    if text is None:
+        (update,) = unseal(pb.UpdateReply, send(messages_of(writer), timeout=START_S)).updates
+        assert update.status.code == pb.OK, update.status.message
+    else:
+        with pytest.raises(grpc.RpcError) as refused:
+            send(messages_of(writer), timeout=START_S)
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert text in refused.value.details()
     torch.testing.assert_close(client.get_state("ffn.0"), before, rtol=0, atol=0)
 
 

@@ -45,6 +45,12 @@ def state(
     return parcels((pb.StateUpdate(num_entries=num_entries), []), *told)
 
 
+def entry(
+    key: str, tensor: torch.Tensor, versions: dict[str, int] | None = None
+) -> tuple[pb.StateEntry, list[torch.Tensor | None]]:
+    return pb.StateEntry(expert="ffn.0", key=key, versions=versions), [tensor]
+
+
 class Liar:
     """Hosts `ffn.0`, and answers as it is told to."""
 
