@@ -71,6 +71,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "moe_autograd._imported",
         "moe_autograd._interrupts",
         "moe_autograd._intraop",
+        "moe_autograd._metadata",
         "moe_autograd._random",
         "moe_autograd._streams",
         "moe_autograd._threads",

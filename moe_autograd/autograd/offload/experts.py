@@ -308,7 +308,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         """Return a copy of an expert's parameters and buffers, as the plain module's `state_dict` has them.
 
         Returns:
-            Tensors on the CPU; what `get_extra_state` returns as it is.
+            Tensors on the CPU; what `get_extra_state` returns as it is; versions of parts, where torch has them.
 
         Raises:
             OSError: the store failed.
@@ -347,7 +347,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
 
         Raises:
             CheckpointError: there is none, it does not fit these experts, or a file of it is missing or cut. Nothing
-                has changed.
+                has changed; but experts have, if one does not take what its class saved before it raised `_version`.
             ValueError: an expert's state exceeds the limit. Nothing has changed.
             RuntimeError: this process is a fork. Nothing has changed.
         """

@@ -1,4 +1,8 @@
-"""What a module's parts have in its `state_dict` beside tensors, by `get_extra_state`."""
+"""What a module's parts have in its `state_dict` beside tensors: by `get_extra_state`, and their versions.
+
+A part whose class has raised its `_version` since a checkpoint migrates what is there, as torch lets it: the module
+loads it once more, as a `state_dict` of the versions before.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from moe_autograd._metadata import merged, metadata_of, of_versions, with_metadata
 from moe_autograd.autograd.offload.held_optimizer import is_plain
 from moe_autograd.errors import CheckpointError
 
+_USUAL_VERSION = 1  # of a class that has never raised it
+
 
 class ExtraState:
-    """The extra state of an expert, by the names of its parts that have some.
+    """The extra state of an expert, by the names of its parts that have some, and its parts' versions.
 
     Args:
         name: the expert's.
@@ -21,11 +28,17 @@ class ExtraState:
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self._name = name
+        self._name, self._module = name, module
         self.parts = {
             path: part
             for path, part in module.named_modules()
             if type(part).get_extra_state is not nn.Module.get_extra_state
+        }
+
+        self.versions = {
+            path: part._version
+            for path, part in module.named_modules(remove_duplicate=False)
+            if type(part._version) is int and part._version != _USUAL_VERSION
         }
 
     def to_save(self) -> dict[str, Any]:
@@ -51,7 +64,38 @@ class ExtraState:
                 "Build the experts as those that were saved."
             )
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Give the parts what a checkpoint has that was checked, while the weights are held, which they may change."""
-        for path, value in saved.items():
-            self.parts[path].set_extra_state(value)
+    def is_in(self, options: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint has something to `restore`."""
+        return bool(self.parts) or self._saved_versions(options) != self.versions
+
+    def restore(self, options: Mapping[str, Any]) -> None:
+        """Give the parts what a checkpoint has that was checked, while its weights are held, which they may change.
+
+        Raises:
+            CheckpointError: they do not take weights of the versions that were saved.
+        """
+        saved = options.get("extra_state", {})
+        if (versions := self._saved_versions(options)) == self.versions:
+            for path, value in saved.items():
+                self.parts[path].set_extra_state(value)
+            return
+        state = self._module.state_dict()
+        given = {
+            key: value.detach().clone() if isinstance(value, Tensor) else value
+            for key, value in state.items()
+        }
+        given |= {f"{path}._extra_state".removeprefix("."): value for path, value in saved.items()}
+        before = of_versions(
+            {path: versions.get(path, _USUAL_VERSION) for path in {**self.versions, **versions}}
+        )
+        try:
+            self._module.load_state_dict(with_metadata(given, merged(metadata_of(state), before)))
+        except Exception as error:  # whatever a user's module raises
+            raise CheckpointError(
+                f"{self._name}: expected a module that takes weights of the versions {versions}, got {error}. "
+                "Build the experts as those that were saved."
+            ) from error
+
+    def _saved_versions(self, options: Mapping[str, Any]) -> dict[str, int]:
+        versions: dict[str, int] = options.get("versions", self.versions)
+        return versions

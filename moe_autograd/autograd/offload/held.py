@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from moe_autograd._interrupts import uninterrupted, unwindable, unwinding
+from moe_autograd._metadata import metadata_of, with_metadata
 from moe_autograd.autograd.hooks import at_end_of_backward
 from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.offload.checks import check_hooks, check_optimizer, check_trained
@@ -314,10 +315,9 @@ class HeldExpert(HeldModule):
     def copy_of_weights(self) -> dict[str, Any]:
         """Return the module's `state_dict`, on the CPU."""
         with self.residency.hold([self.weights]):
-            return {
-                name: tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
-                for name, value in self.module.state_dict().items()
-            }
+            state = self.module.state_dict()
+            copies = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), dict(state))
+            return with_metadata(copies, metadata_of(state))
 
     def copy_of_gradients(self) -> dict[str, Tensor | None]:
         """Return what was gathered, on the CPU, `None` where nothing was."""
@@ -335,6 +335,7 @@ class HeldExpert(HeldModule):
     def options(self) -> dict[str, Any]:
         """Return what a checkpoint says about module and optimizer beside their tensors."""
         options = {} if self._optimizer is None else self._optimizer.options()
+        options["versions"] = self._extra_state.versions
         if self._extra_state.parts:
             with self.residency.hold([self.weights]):
                 options["extra_state"] = self._extra_state.to_save()
@@ -383,9 +384,9 @@ class HeldExpert(HeldModule):
         self.num_updates += 1  # no backward of before fits any more
         if self._optimizer is not None:
             self._optimizer.restore(folder, options, store)
-        if self._extra_state.parts:
+        if self._extra_state.is_in(options):
             with self._changing():
-                self._extra_state.restore(options["extra_state"])
+                self._extra_state.restore(options)
 
 
 def _raise(error: Exception) -> None:
