@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ def layout_of_expert(hosted: HostedExpert) -> pb.StateLayout:
         ConfigError: the module's `state_dict` fails.
     """
     try:
-        return layout_of(_tensors(hosted))
+        state = hosted.module.state_dict()
+        return layout_of(tensors := _tensors_in(state), [key for key in state if key not in tensors])
     except Exception as error:
         raise ConfigError(
             f"expert {hosted.name!r}: expected the tensors of its state_dict, by which clients know its weights, got "
@@ -64,7 +66,10 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _tensors(hosted: HostedExpert) -> dict[str, Tensor]:
-    state = hosted.module.state_dict()
+    return _tensors_in(hosted.module.state_dict())
+
+
+def _tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     return with_metadata(tensors, metadata_of(state))
 

@@ -48,7 +48,7 @@ from moe_autograd.remote.parts import BackwardPart, Call
 from moe_autograd.remote.placement import HostedExpert
 from moe_autograd.remote.requests import backward_request, forward_request
 from moe_autograd.remote.servers import Servers
-from moe_autograd.remote.state import State, as_hosted, fetch_states, send_states
+from moe_autograd.remote.state import State, as_hosted, fetch_states, send_states, tell_of_left_out
 from moe_autograd.remote.updates import Updates, check_updates
 from moe_autograd.wire import experts_pb2 as pb
 
@@ -71,6 +71,7 @@ class Connection:
         self._expectations = Expectations(self._delivery.expect)
         self.left_forwards = LeftForwards(partial(self._delivery.forget, self.numbering.client_id))
         self._updates = Updates(self._delivery, self.numbering)
+        self._told_of_left_out: set[tuple[str, ...]] = set()
         # Where nobody holds it any more, nobody can close it. At exit grpc ends by itself.
         self._closing = weakref.finalize(self, close_apart, self._delivery, self.left_forwards)
         self._closing.atexit = False
@@ -347,6 +348,7 @@ class Connection:
 
         with self._delivery.operations.begin() as operation:
             found = self._delivery.at_each("GetState", names_at, once, operation, self._finding.moved)
+        tell_of_left_out([self.hosted[name] for name in names], self._told_of_left_out)
         return {name: states[name] for states in found for name in states}
 
     @unwinding

@@ -7,6 +7,7 @@ the versions of hosted modules beside them, as torch's `_metadata`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from moe_autograd._metadata import (
     versions_of,
     with_metadata,
 )
-from moe_autograd.errors import CorruptDataError
+from moe_autograd.errors import CorruptDataError, listed
 from moe_autograd.remote.asking import upload
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.operations import Operation
@@ -133,6 +134,25 @@ class _Arrivals:
                     f"expert {name!r}, {wrong}. Has its server another configuration now? Connect anew."
                 )
         return self._states
+
+
+def tell_of_left_out(hosted: Iterable[HostedExpert], told: set[tuple[str, ...]]) -> None:
+    """Warn of what is no tensor in the states of these experts: it stays on servers.
+
+    Args:
+        hosted: what servers say of them.
+        told: classes and keys that this was said of; it is said once of each.
+    """
+    for expert in hosted:
+        kind = (expert.kind, *expert.layout.left_out)
+        if expert.layout.left_out and kind not in told:
+            told.add(kind)
+            warnings.warn(
+                f"expert {expert.name!r}, state_dict: expected tensors alone, got something else under "
+                f"{listed(expert.layout.left_out)} (kind={expert.kind!r}). That stays on its server, and is not in the "
+                "state. Register tensors as buffers, and save the rest yourself.",
+                stacklevel=2,
+            )
 
 
 def as_hosted(state: Mapping[str, Tensor], layout: pb.StateLayout) -> State:

@@ -447,10 +447,12 @@ class GetStateRequest(_message.Message):
     def __init__(self, experts: _Optional[_Iterable[str]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class StateLayout(_message.Message):
-    __slots__ = ("entries",)
+    __slots__ = ("entries", "left_out")
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     entries: _containers.RepeatedCompositeFieldContainer[EntryLayout]
-    def __init__(self, entries: _Optional[_Iterable[_Union[EntryLayout, _Mapping]]] = ...) -> None: ...
+    left_out: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, entries: _Optional[_Iterable[_Union[EntryLayout, _Mapping]]] = ..., left_out: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EntryLayout(_message.Message):
     __slots__ = ("key", "dtype", "shape")

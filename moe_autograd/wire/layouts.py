@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -12,13 +12,14 @@ from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.tensors import DTYPES, TORCH_DTYPES
 
 
-def layout_of(state: Mapping[str, Tensor]) -> pb.StateLayout:
-    """Return keys, dtypes and shapes of a `state_dict`."""
+def layout_of(state: Mapping[str, Tensor], left_out: Iterable[str] = ()) -> pb.StateLayout:
+    """Return keys, dtypes and shapes of a `state_dict`, and keys of what else the module has in it."""
     return pb.StateLayout(
         entries=[
             pb.EntryLayout(key=key, dtype=DTYPES.get(value.dtype, pb.DTYPE_NONE), shape=value.shape)
             for key, value in state.items()
-        ]
+        ],
+        left_out=left_out,
     )
 
 

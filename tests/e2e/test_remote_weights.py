@@ -236,11 +236,29 @@ def test_what_is_no_tensor_of_a_state_stays_where_it_is():
     module = Counting(4, 4)
     module.count = 3
     with ExpertsServer({"e": module}) as server, connect(server.address) as experts:
-        state = {key: tensor + 1 for key, tensor in experts.state_dict().items()}
+        with pytest.warns(UserWarning, match="not in the state"):
+            state = {key: tensor + 1 for key, tensor in experts.state_dict().items()}
         assert state.keys() == {"e.weight", "e.bias"}
         experts.load_state_dict(state)
     torch.testing.assert_close({"e.weight": module.weight, "e.bias": module.bias}, state, rtol=0, atol=0)
     assert module.count == 3
+
+
+def test_what_is_no_tensor_of_a_state_is_told_of_once_for_each_class():
+    """It was left out without a word."""
+    modules = {f"counting.{i}": nn.Sequential(nn.Linear(4, 4), Counting(4, 4)) for i in range(3)}
+    modules |= {"alone": Counting(4, 4), "plain": nn.Linear(4, 4)}
+    with ExpertsServer(modules) as server, connect(server.address) as experts:
+        model = nn.ModuleList([experts["plain"], experts["counting.1"], experts["counting.0"]])
+        said = r"'counting\.1', state_dict: expected tensors alone, .* under 1\._extra_state \(kind='Sequential'\)"
+        with pytest.warns(UserWarning, match=said) as told:
+            model.state_dict()
+        assert len(told) == 1
+        model.state_dict()  # a warning would be an error
+        with pytest.warns(UserWarning, match=r"'alone', .* under _extra_state \(kind='Counting'\)") as told:
+            experts.state_dict()
+        assert len(told) == 1
+        experts.state_dict()
 
 
 class Telling(nn.Linear):
