@@ -13,6 +13,7 @@ Its rooms, each of which knows only those below it::
 
 try:
     import click  # noqa: F401
+    import cryptography  # noqa: F401
     import google.protobuf  # noqa: F401
     import grpc  # noqa: F401
     import grpc_health  # noqa: F401

@@ -16,7 +16,7 @@ from experts_server.configuration.config import SecurityConfig
 from experts_server.serving.followed import Looks, refuse_pipes
 from experts_server.serving.key_kinds import TAKEN, kind_not_taken
 from moe_autograd.errors import ConfigError
-from moe_autograd.wire.x509 import certificates_in, chain_in
+from moe_autograd.wire.x509 import certificates_in, chain_in, ends_at, lacks_now
 
 logger = logging.getLogger(__name__)
 
@@ -190,16 +190,17 @@ def _trust_in(cert: Path, key: Path, contents: bytes) -> _Trust:
             except ssl.SSLError as error:
                 lacks = getattr(error, "verify_message", None) or error.reason or str(error)
                 return trust._replace(lacks=lacks)
-    return trust._replace(ends_at=min((each.ends_at for each in chain_in(contents)), default=math.inf))
+    return trust._replace(ends_at=min(map(ends_at, chain_in(contents)), default=math.inf))
 
 
 def _trust_in_authorities(client_ca: Path, contents: bytes) -> _Trust:
     """Look whether any of them is valid now: of those that were renewed the old one may stay until it ends."""
     trust = _Trust("client_ca", "an authority whose clients can be trusted", client_ca)
-    lacking = [each.lacks_now() for each in certificates_in(contents)]
+    authorities = certificates_in(contents)
+    lacking = [lacks_now(each) for each in authorities]
     if lacking and None not in lacking:
         return trust._replace(lacks=lacking[-1])
-    return trust._replace(ends_at=max((each.ends_at for each in certificates_in(contents)), default=math.inf))
+    return trust._replace(ends_at=max(map(ends_at, authorities), default=math.inf))
 
 
 def read_file(file: Path, key: str) -> bytes:

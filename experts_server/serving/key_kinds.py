@@ -6,32 +6,38 @@ nothing tells why.
 
 from __future__ import annotations
 
-from moe_autograd.wire.x509 import certificates_in, items_in
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, SECP384R1, EllipticCurvePublicKey
+from cryptography.x509 import Certificate, PublicKeyAlgorithmOID
+
+from moe_autograd.wire.x509 import certificates_in
 
 TAKEN = "RSA, or ECDSA with P-256 or P-384"
-_TAKEN = {"2a864886f70d010101", "2a8648ce3d030107", "2b81040022"}
-_ECDSA = "2a8648ce3d0201"
 _NAMES = {
-    "2a864886f70d01010a": "RSA-PSS",
-    "2b6570": "Ed25519",
-    "2b6571": "Ed448",
-    "2b8104000a": "secp256k1",
-    "2b81040021": "P-224",
-    "2b81040023": "P-521",
+    PublicKeyAlgorithmOID.RSASSA_PSS: "RSA-PSS",
+    PublicKeyAlgorithmOID.ED25519: "Ed25519",
+    PublicKeyAlgorithmOID.ED448: "Ed448",
 }
+_CURVES = {"secp224r1": "P-224", "secp521r1": "P-521"}
 
 
 def kind_not_taken(pem: bytes) -> str | None:
     """Return the kind of the first certificate's key, if gRPC's clients do not take it; OpenSSL has read it before."""
-    certificates = certificates_in(pem)
-    if not certificates:
-        return None
-    kind = _kind_of(certificates[0].key)
-    return None if kind in _TAKEN else _NAMES.get(kind, f"another kind, of object identifier {kind}")
+    for certificate in certificates_in(pem)[:1]:
+        kind = certificate.public_key_algorithm_oid
+        if kind == PublicKeyAlgorithmOID.EC_PUBLIC_KEY:
+            return _curve_not_taken(certificate)
+        if kind != PublicKeyAlgorithmOID.RSAES_PKCS1_v1_5:
+            return _NAMES.get(kind, f"another kind, of object identifier {kind.dotted_string}")
+    return None
 
 
-def _kind_of(key: bytes) -> str:
-    """Return the object identifier of the key's algorithm, or of its curve."""
-    algorithm, *rest = items_in(items_in(key)[0].contents)
-    kind = algorithm.contents.hex()
-    return rest[0].contents.hex() if kind == _ECDSA and rest else kind
+def _curve_not_taken(certificate: Certificate) -> str | None:
+    try:
+        key = certificate.public_key()
+    except (UnsupportedAlgorithm, ValueError):
+        return "another kind, of a curve that is not known"
+    assert isinstance(key, EllipticCurvePublicKey)
+    return (
+        None if isinstance(key.curve, (SECP256R1, SECP384R1)) else _CURVES.get(key.curve.name, key.curve.name)
+    )

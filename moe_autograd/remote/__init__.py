@@ -8,7 +8,7 @@
         layer = MixtureOfExperts(TopKRouter(64, len(experts), top_k=2), experts)
         optimizer = RemoteOptimizer(experts)
 
-Needs the extra `moe-autograd[remote]`: grpc, protobuf and xxhash.
+Needs the extra `moe-autograd[remote]`: cryptography, grpc, protobuf and xxhash.
 
 Begin with `nodes`, where calls of a server become nodes of the graph. A pass goes down through these files, and its
 results come up again::
@@ -23,13 +23,14 @@ results come up again::
 """
 
 try:
+    import cryptography  # noqa: F401
     import google.protobuf  # noqa: F401
     import grpc  # noqa: F401
     import xxhash  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"moe_autograd.remote: expected grpc, protobuf and xxhash, got {str(error)!r}. Install moe-autograd with its "
-        "extra 'remote': pip install '.[remote]' where its pyproject.toml is.",
+        f"moe_autograd.remote: expected cryptography, grpc, protobuf and xxhash, got {str(error)!r}. Install moe-autograd "
+        "with its extra 'remote': pip install '.[remote]' where its pyproject.toml is.",
         name=error.name,
     ) from error
 

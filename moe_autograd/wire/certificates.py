@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 
-from moe_autograd.wire.x509 import certificates_in, chain_in
+from moe_autograd.wire.x509 import certificates_in, chain_in, lacks_now
 
 File = str | Path
 
@@ -68,10 +68,10 @@ def remarks(
         cert_file: as in `channel_credentials`.
         cert: what is in it.
     """
-    own = [lacks for each in chain_in(cert or b"") if (lacks := each.lacks_now()) is not None]
+    own = [lacks for each in chain_in(cert or b"") if (lacks := lacks_now(each)) is not None]
     said = [f"By the clock here this client's {lacks} ({str(cert_file)!r}). Renew it." for lacks in own[:1]]
     if "CERTIFICATE_VERIFY_FAILED" in details:
-        lacking = [each.lacks_now() for each in certificates_in(ca or b"")]
+        lacking = [lacks_now(each) for each in certificates_in(ca or b"")]
         why = f", of which by the clock here each {lacking[0]}" if lacking and None not in lacking else ""
         said.append(
             "There is no ca_file: only the authorities that gRPC ships are trusted."

@@ -148,7 +148,8 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "Ed25519": (False, "ed25519"),
     "Ed448": (False, "ed448"),
     "RSA-PSS": (False, "rsa-pss"),
-    "another kind": (False, "ec", "-pkeyopt", "ec_paramgen_curve:brainpoolP384r1"),
+    "brainpoolP384r1": (False, "ec", "-pkeyopt", "ec_paramgen_curve:brainpoolP384r1"),
+    "another kind": (False, "ec", "-pkeyopt", "ec_paramgen_curve:brainpoolP384t1"),
 }
 
 

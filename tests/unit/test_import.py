@@ -20,17 +20,27 @@ def fresh_interpreter(code: str) -> str:
 def test_importing_the_library_loads_neither_grpc_nor_the_server_nor_what_they_need() -> None:
     printed = fresh_interpreter("import json, sys, moe_autograd; print(json.dumps(sorted(sys.modules)))")
     loaded = {name.split(".")[0] for name in json.loads(printed)}
-    foreign = {"grpc", "grpc_health", "xxhash", "experts_server", "click", "pydantic", "rich", "safetensors"}
+    foreign = {
+        "cryptography",
+        "grpc",
+        "grpc_health",
+        "xxhash",
+        "experts_server",
+        "click",
+        "pydantic",
+        "rich",
+        "safetensors",
+    }
     assert "moe_autograd" in loaded
     assert not loaded & foreign
     assert "google.protobuf" not in json.loads(printed)
 
 
 NEEDS = {
-    "moe_autograd.remote": ["grpc", "xxhash"],
+    "moe_autograd.remote": ["cryptography", "grpc", "xxhash"],
     "experts_server": [
-        *("click", "grpc", "grpc_health", "grpc_reflection", "prometheus_client", "pydantic", "rich"),
-        *("safetensors", "xxhash"),
+        *("click", "cryptography", "grpc", "grpc_health", "grpc_reflection", "prometheus_client", "pydantic"),
+        *("rich", "safetensors", "xxhash"),
     ],
 }
 
