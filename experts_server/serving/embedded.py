@@ -81,8 +81,13 @@ class ExpertsServer:
         _check_types(experts, optimizer)
         self._experts: dict[str, Hosting] = {}
         for name, module in experts.items():
-            made = _checked_optimizer(name, build_optimizer(name, module, optimizer))
-            training = None if made is None else Training(made, update, samples_per_update or 1)
+            is_trained = optimizer is not None and any(p.requires_grad for p in module.parameters())
+            made = build_optimizer(name, module, optimizer)
+            training = (
+                Training(_checked_optimizer(name, made), update, samples_per_update or 1)
+                if is_trained
+                else None
+            )
             self._experts[_checked(name)] = Hosting(module, training, self._config.memory)
         self._renew_lock()
         _made.add(self)
@@ -271,18 +276,19 @@ def _check_types(experts: Any, optimizer: Any) -> None:
         )
 
 
-def _checked_optimizer(name: str, made: Any) -> Optimizer | None:
-    if made is not None and not hasattr(made, "param_groups"):
+def _checked_optimizer(name: str, made: Any) -> Optimizer:
+    if not hasattr(made, "param_groups"):  # its function may have forgotten to return it
         raise TypeError(
             f"ExpertsServer, expert {name!r}: expected optimizer to return a torch.optim.Optimizer, got "
-            f"{type(made).__name__}. Pass a function such as lambda parameters: torch.optim.Adam(parameters)."
+            f"{type(made).__name__}. Pass a function such as lambda parameters: torch.optim.Adam(parameters); for "
+            "experts that are not trained optimizer=None, or weights with requires_grad=False."
         )
-    if made is not None and (why := why_it_cannot_step(made)) is not None:
+    if (why := why_it_cannot_step(made)) is not None:
         raise ConfigError(
             f"ExpertsServer, expert {name!r}: expected an optimizer that a server can step, got "
             f"{type(made).__name__}, {why}. Take another one of torch.optim."
         )
-    return cast(Optimizer | None, made)
+    return cast(Optimizer, made)
 
 
 def _check_update(update: UpdateMode, samples_per_update: int | None) -> None:

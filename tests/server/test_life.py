@@ -6,7 +6,7 @@ import asyncio
 import copy
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,10 @@ from tests.support.subprocesses import assert_prints
 D = 8
 
 
+def _without_return(parameters: Iterable[nn.Parameter]) -> None:
+    torch.optim.SGD(parameters, lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("experts", "optimizer", "text"),
     [
@@ -43,6 +47,11 @@ D = 8
             {"e": nn.Linear(D, D)},
             lambda _: 3,
             "expert 'e': expected optimizer to return a torch.optim.Optimizer, got int",
+        ),
+        (
+            {"frozen": nn.Linear(D, D).requires_grad_(False), "e": nn.Linear(D, D)},
+            _without_return,
+            "expert 'e': expected optimizer to return a torch.optim.Optimizer, got NoneType",
         ),
         ({"e": nn.Linear}, None, "expert 'e': expected an nn.Module, got type.*of a class, pass an instance"),
     ],
