@@ -187,6 +187,19 @@ def test_layers_that_share_a_folder_are_saved_as_one(tmp_path: Path) -> None:
     second.close()
 
 
+def test_closed_experts_leave_the_folder_to_those_who_have_it_now(tmp_path: Path) -> None:
+    """A `restore` had put the checkpoint's files in the place of theirs."""
+    with build(tmp_path) as closed:
+        closed.checkpoint()
+    with build(tmp_path) as experts:
+        train(experts, range(3))
+        want = states(experts)
+        for call in (closed.restore, closed.checkpoint):
+            with pytest.raises(RuntimeError, match="expected open experts, got closed ones"):
+                call()
+        assert_equal(states(experts), want)
+
+
 def test_files_are_plain_safetensors_of_the_plain_modules(tmp_path: Path) -> None:
     with build(tmp_path) as experts:
         train(experts, range(2))

@@ -349,7 +349,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             CheckpointError: there is none, it does not fit these experts, or a file of it is missing or cut. Nothing
                 has changed; but experts have, if one does not take what its class saved before it raised `_version`.
             ValueError: an expert's state exceeds the limit. Nothing has changed.
-            RuntimeError: this process is a fork. Nothing has changed.
+            RuntimeError: the experts are closed, or this process is a fork. Nothing has changed.
         """
         return self._shared.restore()
 

@@ -93,6 +93,10 @@ class Residency:
         used = f"{self._resident.buffers.used_bytes} of {self.limit_bytes} bytes"  # no lock: so a fork has a repr, too
         return f"Residency({used}, {len(self._resident)} parts resident)"
 
+    def check_is_open(self) -> None:
+        """Raise `RuntimeError` if it is closed: what was its folder may belong to another by now."""
+        self._transfers.check_is_open()
+
     def check_fits(self, parts: Sequence[Part]) -> None:
         """Raise `ValueError` if these parts can never be held together."""
         needed = sum(part.layout.num_bytes for part in parts)
@@ -256,7 +260,7 @@ class Residency:
 
     def flush(self) -> None:
         """Write every changed part to the store."""
-        self._transfers.check_is_open()
+        self.check_is_open()
         with self._lock:
             self._transfers.write_all()
 
@@ -303,12 +307,12 @@ class Residency:
         self, parts: Sequence[Part], while_reading: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self.check_fits(parts)
-        self._transfers.check_is_open()
+        self.check_is_open()
         with self._lock:
             self._put_lost_away()
             since = self._transfers.num_tries
             while not self._try_to_take(parts):
-                self._transfers.check_is_open()
+                self.check_is_open()
                 self._transfers.raise_error(since)
                 with self._holders.waiting(self._lock.num_news):
                     self._check_for_deadlock(parts)

@@ -79,6 +79,7 @@ class SharedResidency:
 
     def restore(self) -> Any:
         """Go back to the newest checkpoint; return its note. See `OffloadedExperts.restore`."""
+        self.residency.check_is_open()  # else it would write into a folder that another may have
         folder, store = self._need_folder()
         path, manifest = newest_checkpoint(folder)
         if len(manifest["experts"]) != len(self.held):
