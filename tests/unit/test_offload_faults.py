@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,29 @@ def train(experts: OffloadedExperts) -> None:
     sum(expert(torch.ones(2, 4)) for expert in experts).sum().backward()  # type: ignore[union-attr]
     experts.step()
     experts.zero_grad()
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize(
+    "use",
+    [
+        OffloadedExperts.step,
+        OffloadedExperts.zero_grad,
+        OffloadedExperts.prefetch,
+        lambda experts: experts.gradients(0),
+        lambda experts: experts.state_dict(0),
+    ],
+    ids=["step", "zero_grad", "prefetch", "gradients", "state_dict"],
+)
+def test_closed_experts_say_so_also_where_nothing_would_be_to_do(
+    use: Callable[[OffloadedExperts], Any], has_gradients: bool
+) -> None:
+    with OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=1000) as experts:
+        if has_gradients:
+            experts[0](torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="expected open experts, got closed ones"):
+        use(experts)
+    experts.close()  # and once more
 
 
 # ---- taken over

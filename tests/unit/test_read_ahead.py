@@ -71,6 +71,20 @@ def test_a_layer_whose_neighbour_is_closed_goes_on(closed: int) -> None:
         layers[closed][0](torch.ones(1, 8))
 
 
+def test_a_layer_computes_though_the_one_above_is_closed() -> None:
+    below, above = (
+        OffloadedExperts([nn.Linear(8, 8)], sgd, max_resident_bytes=900, store=WatchedStore())
+        for _ in range(2)
+    )
+    read_ahead(below, above)
+    x = torch.ones(2, 8)
+    above[0](below[0](x)).sum().backward()
+    above.close()
+    below[0](x).sum().backward()
+    below.step()
+    below.close()
+
+
 def test_read_ahead_takes_no_list_and_no_layer_that_is_made_of_them() -> None:
     with OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=1000) as experts:
         layer = MixtureOfExperts(TopKRouter(2, 1, 1), list(experts))

@@ -41,7 +41,7 @@ from moe_autograd.autograd.offload.drawing import drawing_in_backwards
 from moe_autograd.autograd.offload.expert import OffloadedExpert
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
-from moe_autograd.autograd.offload.residency import Residency
+from moe_autograd.autograd.offload.residency import prefetch_in_each
 from moe_autograd.autograd.offload.shared import SharedResidency
 from moe_autograd.autograd.offload.stores import Store
 from moe_autograd.autograd.uncompiled import uncompiled
@@ -215,8 +215,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         if len(called) > 1:
             self._forget_wishes_beside(called)
         self.residency.prefetch([held.weights for held in called])
-        if self._above is not None:
-            self._above.prefetch()
+        if (above := self._above) is not None:  # closed or not, which is no business of these
+            above.residency.prefetch([held.weights for held in above._last_called])
         results = []
         drawing_of = drawing_in_backwards()
         own_index, indices = running.index, take_places(len(called))
@@ -237,7 +237,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         self._last_called = called
         if (below := self._below) is not None:
             wanted = [(layer.residency, _backward_order(layer._last_called)) for layer in (self, below)]
-            before_backward(results, functools.partial(_prefetch, wanted))
+            before_backward(results, functools.partial(prefetch_in_each, wanted))
         return results
 
     def _forget_wishes_beside(self, called: Sequence[HeldExpert]) -> None:
@@ -246,7 +246,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         self.residency.forget_wishes(held.weights for held in self._held if held.name not in names)
 
     def prefetch(self) -> None:
-        """Start to read the experts that were called last, as long as there is room."""
+        """Start to read the experts called last, as far as there is room; `RuntimeError` if they are closed."""
+        self.residency.check_is_open()
         self.residency.prefetch([held.weights for held in self._last_called])
 
     # training
@@ -266,11 +267,12 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             RuntimeError: the experts are closed, or this process is a fork.
             Exception: whatever an optimizer, or a hook of its step, raises.
         """
+        self.residency.check_is_open()
         for held in self._held:
             held.make_room_for_state()
         order = self._to_update()
         above = self._above._to_update() if self._above is not None else []
-        _prefetch([(held.residency, held.parts_to_update()) for held in (*order, *above)])
+        prefetch_in_each((held.residency, held.parts_to_update()) for held in (*order, *above))
         for held in order:
             held.step()
         for held in self._held:
@@ -283,7 +285,12 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
 
     @uncompiled
     def zero_grad(self) -> None:
-        """Forget all gradients, and what a `step` that raised has left to do."""
+        """Forget all gradients, and what a `step` that raised has left to do.
+
+        Raises:
+            RuntimeError: the experts are closed, or this process is a fork.
+        """
+        self.residency.check_is_open()
         self.residency.forget_wishes()
         for held in self._held:
             held.forget_gradients()
@@ -301,6 +308,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             OSError: the store failed.
             RuntimeError: the experts are closed, or this process is a fork.
         """
+        self.residency.check_is_open()
         return self._held[index].copy_of_gradients()
 
     @unwinding
@@ -378,15 +386,6 @@ def read_ahead(*layers: OffloadedExperts) -> None:
             )
     for below, above in itertools.pairwise(layers):
         below._above, above._below = above, below
-
-
-def _prefetch(wanted: Sequence[tuple[Residency, Sequence[Part]]]) -> None:
-    """Let each residency read its parts, those needed first before the others; layers may have one each."""
-    of_each: dict[Residency, list[Part]] = {}
-    for residency, parts in wanted:
-        of_each.setdefault(residency, []).extend(parts)
-    for residency, parts in of_each.items():
-        residency.prefetch(parts)
 
 
 def _backward_order(experts: Sequence[HeldExpert]) -> list[Part]:

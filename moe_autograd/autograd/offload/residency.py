@@ -94,8 +94,9 @@ class Residency:
         return f"Residency({used}, {len(self._resident)} parts resident)"
 
     def check_is_open(self) -> None:
-        """Raise `RuntimeError` if it is closed: what was its folder may belong to another by now."""
-        self._transfers.check_is_open()
+        """Raise `RuntimeError` if it is closed, and its folder may belong to another by now; also in a fork."""
+        with self._lock:
+            self._transfers.check_is_open()
 
     def check_fits(self, parts: Sequence[Part]) -> None:
         """Raise `ValueError` if these parts can never be held together."""
@@ -260,7 +261,7 @@ class Residency:
 
     def flush(self) -> None:
         """Write every changed part to the store."""
-        self.check_is_open()
+        self._transfers.check_is_open()
         with self._lock:
             self._transfers.write_all()
 
@@ -307,12 +308,12 @@ class Residency:
         self, parts: Sequence[Part], while_reading: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self.check_fits(parts)
-        self.check_is_open()
+        self._transfers.check_is_open()
         with self._lock:
             self._put_lost_away()
             since = self._transfers.num_tries
             while not self._try_to_take(parts):
-                self.check_is_open()
+                self._transfers.check_is_open()
                 self._transfers.raise_error(since)
                 with self._holders.waiting(self._lock.num_news):
                     self._check_for_deadlock(parts)
@@ -369,6 +370,15 @@ class Residency:
             self._transfers.start_reading()
             self._lock.notify_all()
         self.freed(0)
+
+
+def prefetch_in_each(wanted: Iterable[tuple[Residency, Sequence[Part]]]) -> None:
+    """Let each residency read its parts, those needed first before the others; layers may have one each."""
+    of_each: dict[Residency, list[Part]] = {}
+    for residency, parts in wanted:
+        of_each.setdefault(residency, []).extend(parts)
+    for residency, parts in of_each.items():
+        residency.prefetch(parts)
 
 
 def _has_absent(parts: Sequence[Part]) -> bool:
