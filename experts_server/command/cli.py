@@ -283,14 +283,24 @@ def top(address: str, interval_s: float, looks: int | None) -> None:
 def check(files: tuple[Path, ...]) -> None:
     """Check a configuration without serving it; of several, each as if it were alone.
 
-    Keys, values, classes and their arguments, certificates and tokens.
+    Keys, values, classes and their arguments, certificates and tokens. A file with mistakes is reported on stderr,
+    after the others, and makes the exit status 1.
     """
+    mistaken: list[str] = []
     for file in files:
-        config = load_config(file)
-        check_buildable(config)
-        check_credentials(config.security)
+        try:
+            config = load_config(file)
+            check_buildable(config)
+            check_credentials(config.security)
+        except MoeAutogradError as error:
+            mistaken.append(f"{file}: {error}")
+            continue
         with to_stdout():
             click.echo(f"{file}: {counted(len(config.experts))}, no mistakes")
+    for earlier in mistaken[:-1]:
+        click.echo(f"Error: {earlier}", err=True)
+    if mistaken:
+        raise ConfigError(mistaken[-1])
 
 
 @main.command()

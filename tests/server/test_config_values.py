@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from pydantic import BaseModel
 
+from experts_server.command.cli import main
 from experts_server.configuration import config as models
 from experts_server.configuration.settings import load_config
 from moe_autograd.errors import ConfigError
@@ -98,3 +101,18 @@ def test_arguments_are_finite_as_all_numbers_are(key: tuple[str, ...], value: An
         ConfigError, match=rf"key '{'.'.join(key)}': expected numbers that are finite, got .*'x'"
     ):
         load_config(flags=settings, environment={})
+
+
+def test_each_of_several_files_is_checked_and_those_with_mistakes_are_named(tmp_path: Path) -> None:
+    good, unknown, unbuilt = (tmp_path / f"{name}.toml" for name in ("good", "unknown", "unbuilt"))
+    good.write_text('[experts."ffn.0"]\nclass = "ffn"\nargs = { d_model = 8 }\n')
+    unknown.write_text("sed = 1\n")
+    unbuilt.write_text('[experts.a]\nclass = "torch.nn:Linera"\n')
+    files = (unknown, unbuilt, good)
+    shown = CliRunner().invoke(main, ["config", *(f"--check={file}" for file in files)])
+    assert (shown.exit_code, shown.stdout) == (1, f"{good}: 1 expert, no mistakes\n")
+    errors = [line for line in shown.stderr.splitlines() if line.startswith("Error: ")]
+    assert [error.split(": ")[1] for error in errors] == [str(unknown), str(unbuilt)]
+    assert "'sed'" in shown.stderr
+    assert "torch.nn:Linera" in errors[1]
+    assert CliRunner().invoke(main, ["config", f"--check={unbuilt}"]).stderr == f"{errors[1]}\n"

@@ -253,16 +253,6 @@ def test_info_of_several_servers_shows_those_that_answer_and_names_the_others() 
         assert [server["address"] for server in json.loads(twice.stdout)] == [one.address] * 2
 
 
-def test_each_of_several_files_is_checked(tmp_path: Path) -> None:
-    good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
-    good.write_text('[experts."ffn.0"]\nclass = "ffn"\nargs = { d_model = 8 }\n')
-    bad.write_text("sed = 1\n")
-    shown = command("config", "--check", str(good), "--check", str(bad))
-    assert (shown.exit_code, "1 expert, no mistakes" in shown.stdout) == (1, True)
-    assert "sed" in shown.stderr
-    assert command("config", "--check", str(bad), "--check", str(good)).exit_code == 1
-
-
 def test_an_answer_that_does_not_come_in_time_is_named_as_such() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
