@@ -248,7 +248,7 @@ def print_table(address: str, reply: pb.InfoReply) -> None:
     """Print the experts as a table."""
     table = plain_table(f"{counted(len(reply.experts))} at {address} (version {reply.server_version})")
     for heading in ("expert", "class", "input"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")  # whole: names that are long may differ anywhere
     table.add_column("parameters", justify="right", no_wrap=True)
     for heading in ("optimizer", "update"):
         table.add_column(heading, no_wrap=True)

@@ -309,6 +309,16 @@ def test_info_shows_whole_names_in_a_terminal_and_in_a_pipe(server: ExpertsServe
     ]
 
 
+@pytest.mark.parametrize("columns", [80, 40])
+def test_info_shows_whole_names_also_where_they_have_no_room_on_one_line(columns: int) -> None:
+    names = [f"encoder.layers.{index}.mlp.experts.7" for index in (1, 11)]
+    with ExpertsServer({name: FeedForwardExpert(D) for name in names}) as server:
+        terminal = Terminal("info", server.address, columns=columns, lines=24)
+        assert terminal.end() == 0
+    first_column = "".join(line.split(" ")[0] for line in terminal.lines() if not line.startswith(" "))
+    assert "".join(names) in first_column, terminal.written
+
+
 def shown(before: Totals, now: Totals, max_rows: int | None = None) -> list[list[str]]:
     """Return the rows of the table of what happened in two seconds."""
     console = Console(width=200, file=io.StringIO())
