@@ -209,9 +209,11 @@ def _check_grad_outputs(
 ) -> None:
     """Raise unless there is one gradient or `None` for each output, of its shape, as the engine does."""
     caller = "run_isolated_backward"
-    if not isinstance(ctx, EmulatedAutogradContext):
+    is_context = isinstance(ctx, EmulatedAutogradContext)
+    if not is_context or "_emulated_result_options" not in vars(ctx):
+        got = f"{type(ctx).__name__}{' made elsewhere' * is_context}"
         raise TypeError(
-            f"{caller}: expected the context that run_isolated_forward returned, got {type(ctx).__name__}. "
+            f"{caller}: expected the context that run_isolated_forward returned, got {got}. "
             "Pass the function, its context, and a gradient for each output."
         )
     options = ctx._emulated_result_options

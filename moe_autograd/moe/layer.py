@@ -149,7 +149,7 @@ class MixtureOfExperts(nn.Module):
             A tensor of the shape and dtype of `x`; with `return_routing`, a tuple of it and the `Routing`.
 
         Raises:
-            TypeError: `x` is no tensor, but a list, for one.
+            TypeError: `x` is no tensor, but a list, for one, or has whole numbers.
             UnsupportedTransformError: inside `torch.func`, `torch.jit.trace`, forward-mode AD, `torch.export`,
                 `make_fx` or `symbolic_trace`.
         """

@@ -47,7 +47,7 @@ class TopKRouter(nn.Module):
 
     Raises:
         ValueError: `top_k` or a size is out of range, or a token has another width.
-        TypeError: what it is called with is no tensor.
+        TypeError: what it is called with is no tensor, or one of whole or complex numbers.
 
     Autograd: gradients flow to the tokens and to the weight, through the weights of the chosen experts and through
     `logits` and `probabilities`; which experts are chosen has none. To any order.
@@ -115,6 +115,8 @@ class TopKRouter(nn.Module):
                 f"TopKRouter: expected a tensor of shape (..., {self.d_model}), got {type(x).__name__} "
                 f"(d_model={self.d_model}). Pass torch.as_tensor(x)."
             )
+        if not x.is_floating_point():
+            raise _no_floating(x)
         if x.dim() == 0 or x.shape[-1] != self.d_model:
             raise ValueError(
                 f"TopKRouter: expected x of shape (..., {self.d_model}), got {tuple(x.shape)} "
@@ -139,6 +141,16 @@ class TopKRouter(nn.Module):
         """Show the sizes in the module's `repr`."""
         sizes = f"d_model={self.d_model}, num_experts={self.num_experts}, top_k={self.top_k}"
         return sizes if self.capacity_factor is None else f"{sizes}, capacity_factor={self.capacity_factor}"
+
+
+def _no_floating(x: Tensor) -> TypeError:
+    real, whole = (
+        "In a router of yours, call it with real ones, such as x.abs().",
+        "Pass x.float(); of ids, embeddings.",
+    )
+    return TypeError(
+        f"TopKRouter: expected floating numbers, got {tuple(x.shape)} of {x.dtype}. {real if x.is_complex() else whole}"
+    )
 
 
 def within_capacity(expert_index: Tensor, weights: Tensor, capacity: int) -> Tensor:

@@ -67,9 +67,9 @@ def connect(
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: or has a value that is none: an address that is not `host:port`, an unknown compression, a token
-            that no header can carry or its file does not hold, a file of `tls` that is no certificate (or `OSError`,
-            if it cannot be read).
+        ValueError: or has a value that is none: an address that is not `host:port`, a token that no header can carry
+            or its file does not hold, a file of `tls` that is no certificate (or `OSError`, if it cannot be read);
+            `timeout_s` is no such time, or the compression unknown, whatever their type.
         ConfigError: the file cannot be read, or a key or value in it is not allowed or also given as an argument.
         ServerUnavailableError: a server is not there, or does not accept the certificate of `tls`. This call does not
             wait for it.

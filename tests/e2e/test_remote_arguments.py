@@ -37,6 +37,12 @@ def test_another_type_is_a_type_error(arguments, message):
         connect(NOBODY, **arguments)
 
 
+@pytest.mark.parametrize("arguments", [{"timeout_s": "3"}, {"compression": 3}], ids=str)
+def test_of_these_another_type_is_another_value(arguments):
+    with pytest.raises(ValueError, match=r"expected .*, got '?3"):
+        connect(NOBODY, **arguments)
+
+
 @pytest.mark.parametrize(
     ("token", "message"),
     [

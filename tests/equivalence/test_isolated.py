@@ -309,6 +309,13 @@ def test_what_is_no_gradient_of_an_output_is_refused(grad: Any, error: type[Exce
         run_isolated_backward(SavesInput, ctx, grad)
 
 
+@pytest.mark.parametrize("grads", [(), (torch.ones(1),)], ids=["no gradient", "a gradient"])
+def test_a_context_that_was_made_elsewhere_is_refused(grads: tuple[Tensor, ...]) -> None:
+    made_by_hand = EmulatedAutogradContext((True,))
+    with pytest.raises(TypeError, match="returned, got EmulatedAutogradContext made elsewhere"):
+        run_isolated_backward(SavesInput, made_by_hand, *grads)
+
+
 def test_a_context_of_another_kind_is_refused() -> None:
     with pytest.raises(
         TypeError, match="expected the context that run_isolated_forward returned, got Tensor"

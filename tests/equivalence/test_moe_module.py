@@ -230,6 +230,29 @@ def test_tokens_that_are_no_tensor_are_refused(tokens: Any) -> None:
             module(tokens)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "advice"),
+    [
+        (torch.int64, r"Pass x\.float\(\)"),
+        (torch.bool, r"Pass x\.float\(\)"),
+        (torch.complex64, r"x\.abs\(\)"),
+    ],
+    ids=str,
+)
+def test_tokens_that_are_not_floating_are_refused(dtype: torch.dtype, advice: str, autocast: bool) -> None:
+    layer = layer_of()
+    x = torch.ones(3, D_MODEL, dtype=dtype)
+    for module in (layer, layer.router):
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+            pytest.raises(
+                TypeError, match=rf"TopKRouter: expected floating numbers, got .* of {dtype}\. .*{advice}"
+            ),
+        ):
+            module(x)
+
+
 @pytest.mark.parametrize("on_failure", ["raise", "drop"])
 @pytest.mark.parametrize(
     ("tokens", "factor", "got"),
