@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
@@ -41,6 +42,17 @@ def mistakes_in(error: ValidationError, model: type[BaseModel]) -> list[Mistake]
     for each in map(dict[str, Any], error.errors()):
         alike.setdefault(_whatever_the_expert(each), []).append(each)
     return [_mistake(found[0], model, len(found) - 1) for found in alike.values()]
+
+
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+    """Return a sentence that names one or two that may have been meant, in any case; nothing where none is near.
+
+    >>> did_you_mean("adma", ["Adam", "Adamax", "SGD"])
+    " Did you mean 'Adamax' or 'Adam'?"
+    """
+    by_lower = {one.lower(): one for one in allowed}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=2)
+    return f" Did you mean {' or '.join(repr(by_lower[one]) for one in near)}?" if near else ""
 
 
 def _whatever_the_expert(found: dict[str, Any]) -> object:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from experts_server.configuration.config import ExpertConfig, OptimizerConfig, ScheduleConfig, UpdateMode
+from experts_server.configuration.mistakes import did_you_mean
 from experts_server.hosting.checks import check_calls, check_parts, check_weights
 from experts_server.hosting.modules import IdentityExpert, TransformerExpert
 from experts_server.hosting.training import Training
@@ -215,7 +216,7 @@ def _find_class(place: str, class_name: str) -> Callable[..., Any]:
     module_name, colon, attribute = class_name.partition(":")
     if not colon:
         package, dot, name = class_name.rpartition(".")
-        advice = f" Did you mean '{package}:{name}'?" if dot else ""
+        advice = f" Did you mean '{package}:{name}'?" if dot else did_you_mean(class_name, BUILT_IN)
         raise ConfigError(
             f"{place}, key 'class': expected one of {', '.join(BUILT_IN)} or module:Class, got {class_name!r}.{advice}"
         )
@@ -249,7 +250,9 @@ def _find_in(package: Any, base: type, place: str, name: str) -> Any:
     found = next((value for key, value in known.items() if key.lower() == name.lower()), None)
     if found is None:
         offered = sorted(key for key, value in known.items() if value not in _CANNOT_STEP_ALONE)
-        raise ConfigError(f"{place}: expected one of {', '.join(offered)} (in any case), got {name!r}.")
+        raise ConfigError(
+            f"{place}: expected one of {', '.join(offered)} (in any case), got {name!r}.{did_you_mean(name, offered)}"
+        )
     return found
 
 
@@ -288,8 +291,18 @@ def _call(place: str, make: Callable[..., Any], args: dict[str, Any], chosen: Ca
             name = getattr(chosen, "__name__", repr(chosen))
             raise ConfigError(f"{place}: expected {name} to do without any, got {_cause(error)}.") from error
         raise ConfigError(
-            f"{place}: expected {_arguments_of(chosen)}, got {args} ({_cause(error)})."
+            f"{place}: expected {_arguments_of(chosen)}, got {args} ({_cause(error)}).{_missing(chosen, args)}"
         ) from error
+
+
+def _missing(chosen: Callable[..., Any], args: dict[str, Any]) -> str:
+    """Say which sizes a built-in class has to be given, also by flags."""
+    if chosen not in BUILT_IN.values():
+        return ""
+    wanted = [p.name for p in inspect.signature(chosen).parameters.values() if p.default is p.empty]
+    missing = [name for name in wanted if name not in args]
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+    return f" Add {', '.join(missing)} (as flags: {flags})." if missing else ""
 
 
 def _arguments_of(chosen: Callable[..., Any]) -> str:

@@ -40,7 +40,16 @@ class Script(torch.nn.Module):
 @pytest.mark.parametrize(
     ("expert", "text"),
     [
-        ({"class": "fnn"}, "expected one of ffn, swiglu, transformer, identity or module:Class, got 'fnn'"),
+        (
+            {"class": "fnn"},
+            "one of ffn, swiglu, transformer, identity or module:Class, got 'fnn'. Did you mean 'ffn'?",
+        ),
+        ({"class": "zzz"}, "or module:Class, got 'zzz'."),
+        (
+            {"class": "swiglu"},
+            "required positional arguments: 'd_model' and 'd_ff'). Add d_model, d_ff (as flags: ",
+        ),
+        ({"class": "swiglu", "args": {"d_model": 4}}, "). Add d_ff (as flags: --d-ff)."),
         ({"class": "torch.nn.Linear"}, "got 'torch.nn.Linear'. Did you mean 'torch.nn:Linear'?"),
         (
             {"class": "no.such.module:X"},
@@ -99,6 +108,14 @@ class Script(torch.nn.Module):
             "key 'args': expected weights with values, got 'up.weight' on meta",
         ),
         ({**FFN, "optimizer": {"name": "Adm"}}, "expected one of ASGD, Adadelta"),
+        (
+            {**FFN, "optimizer": {"name": "adma"}},
+            "(in any case), got 'adma'. Did you mean 'Adamax' or 'Adam'?",
+        ),
+        (
+            {**FFN, "optimizer": {"schedule": {"name": "steplrr", "args": {}}}},
+            "(in any case), got 'steplrr'. Did you mean 'StepLR' or",
+        ),
         (
             {**FFN, "optimizer": {"args": {"nope": 1}}},
             "key 'optimizer.args': expected arguments that it takes (betas, eps, weight_decay,",

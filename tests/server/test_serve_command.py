@@ -331,7 +331,7 @@ def test_serve_on_a_port_in_use_exits_1_with_one_clear_line() -> None:
         (("serve", *FLAGS, "--listen", "0.0.0.0:0"), 1, "expected a loopback address or credentials"),
         (("serve", *FLAGS, "--listen", "nowhere.invalid:0"), 1, "expected a loopback address or credentials"),
         (("serve", *FLAGS, "--update", "never"), 2, "'never' is not one of"),
-        (("serve", "--expert", "ffn"), 1, "missing 1 required positional argument: 'd_model'"),
+        (("serve", "--expert", "ffn"), 1, "Add d_model (as flags: --d-model)."),
         (("info",), 2, "Missing argument 'HOST:PORT...'"),
         (
             ("info", "nowhere"),
