@@ -116,7 +116,7 @@ class ExpertsServer:
 
     @property
     def address(self) -> str:
-        """Where it serves: `HOST:PORT`."""
+        """Where it serves: `HOST:PORT`; before the start where it is to, and a free port is 0 until then."""
         return self._config.listen if self._server is None else self._server.address
 
     @property
