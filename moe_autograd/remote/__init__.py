@@ -29,8 +29,8 @@ try:
     import xxhash  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"moe_autograd.remote: expected cryptography, grpc, protobuf and xxhash, got {str(error)!r}. Install moe-autograd "
-        "with its extra 'remote': pip install '.[remote]' where its pyproject.toml is.",
+        f"moe_autograd.remote: expected cryptography, grpc, protobuf and xxhash, got {str(error)!r}. Install "
+        "moe-autograd with its extra 'remote': pip install '.[remote]' where its pyproject.toml is.",
         name=error.name,
     ) from error
 

@@ -352,15 +352,9 @@ def is_local(module: str) -> bool:
 
 
 def test_only_the_remote_rooms_know_of_a_network() -> None:
+    of_networks = {"grpc", "google", "xxhash", "cryptography", "socket", "asyncio"}
     for module in filter(is_local, SOURCES):
-        assert not packages_imported_by(module) & {
-            "grpc",
-            "google",
-            "xxhash",
-            "cryptography",
-            "socket",
-            "asyncio",
-        }, module
+        assert not packages_imported_by(module) & of_networks, module
 
 
 @pytest.mark.parametrize("module", ["autograd.emulated", "autograd.isolated", "moe.layer"])
