@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moe_autograd._metadata import metadata_below, metadata_of, path_within, with_metadata
 from moe_autograd.autograd.grouping import call_alone
-from moe_autograd.errors import InvalidCallError
+from moe_autograd.errors import InvalidCallError, listed
 from moe_autograd.remote.parts import Freeze
 from moe_autograd.remote.placement import HostedExpert
 from moe_autograd.remote.state import places_of
@@ -25,7 +25,7 @@ class RemoteExpert(nn.Module):
     It has no parameters here: `RemoteOptimizer` trains it where it lives, unless it is frozen for this client by
     `requires_grad_(False)`. `train()` and `eval()` travel with each call. `state_dict()` and `load_state_dict()`,
     also of a model that it is part of, fetch and set the hosted weights, under the keys that the same module would
-    have here.
+    have here. What is registered on it here, such as an adapter that its hooks use, is saved and loaded with them.
 
     Args:
         name: on the server.
@@ -65,6 +65,7 @@ class RemoteExpert(nn.Module):
         A module that holds this one cannot pass it on: its `requires_grad_` knows parameters only.
         """
         self._freeze.is_on = not requires_grad
+        super().requires_grad_(requires_grad)  # what was registered here
         return self
 
     def forward(self, *inputs: Tensor, **named: Any) -> Any:
@@ -91,7 +92,13 @@ class RemoteExpert(nn.Module):
         return f"{self.name!r}, kind={self.hosted.kind!r}, address={self._connection.address_of(self.name)!r}"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Let `state_dict()` of any module that holds this one fetch the hosted weights."""
+        """Let `state_dict()` of any module that holds this one fetch the hosted weights, beside what is here.
+
+        Raises:
+            RuntimeError: something registered here has the name of something hosted.
+        """
+        self._refuse_hosted_names()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         state = self._connection.fetch_states([self.name])[self.name]
         for key, tensor in state.items():
             destination[prefix + key] = tensor
@@ -111,23 +118,36 @@ class RemoteExpert(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Let `load_state_dict()` of any module that holds this one set the hosted weights.
+        """Let `load_state_dict()` of any module that holds this one set the hosted weights, and what is here.
 
         All of an expert's or none: a state with some of its keys is refused, whatever `strict` is. Versions of modules
         that the state has travel with it; without them it counts as one of the class that the server has now.
         """
-        given = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
+        self._refuse_hosted_names()
+        not_here: list[str] = []
+        super()._load_from_state_dict(  # also runs hooks, which may change the state
+            state_dict, prefix, local_metadata, strict, missing_keys, not_here, error_msgs
+        )
         keys = [entry.key for entry in self.hosted.layout.entries]
-        own = {key: given[key] for key in keys if key in given}
-        unexpected_keys += [prefix + key for key in given if key not in own]
-        if not own:
+        hosted = {key: state_dict[prefix + key] for key in keys if prefix + key in state_dict}
+        unexpected_keys += [key for key in not_here if key.removeprefix(prefix) not in hosted]
+        if not hosted:
             missing_keys += [prefix + key for key in keys]
             return
         try:
             beside = metadata_below(prefix, local_metadata)
-            self._connection.send_states({self.name: with_metadata(own, beside)})
+            self._connection.send_states({self.name: with_metadata(hosted, beside)})
         except (InvalidCallError, TypeError) as error:
             error_msgs.append(str(error))
+
+    def _refuse_hosted_names(self) -> None:
+        """Raise for what is registered here under a name that is hosted: a state could not have both."""
+        here = {*self._parameters, *self._buffers, *self._modules}
+        if clashing := here.intersection(entry.key.split(".")[0] for entry in self.hosted.layout.entries):
+            raise RuntimeError(
+                f"expert {self.name!r}, state_dict: expected what is registered here to have names of its own, got "
+                f"{listed(sorted(clashing))}, which is hosted, too. Choose other names."
+            )
 
     @property
     def _hosted_places(self) -> SimpleNamespace:
