@@ -73,10 +73,10 @@ def build_module(name: str, config: ExpertConfig, seed: int) -> nn.Module:
     check_calls(f"{place}, key 'class'", module)
     check_weights(f"{place}, key 'args'", module)
     if config.eval_only:
-        return module.eval()
-    return (
-        module if module.training else module.train()
-    )  # which parts of it evaluate all the same is its own business
+        module.eval()
+    elif not module.training:  # else which parts of it evaluate all the same is its own business
+        module.train()
+    return module
 
 
 def build_training(

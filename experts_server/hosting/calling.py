@@ -125,6 +125,8 @@ class ModuleCaller:
         for part, trains in self._modes:  # each before its own parts
             if part.training is not trains:
                 part.train(trains)
+        for part, trains in self._modes:  # a part of several has been set with each of them
+            part.training = trains
 
     def call(self, inputs: tuple[Tensor, ...], evaluate: bool, seed: int = 0) -> Outputs:
         """Return the module's outputs; with a `seed`, of the random numbers that follow it.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from experts_server.hosting.hosted import HostedExpert
-from moe_autograd._metadata import merged, metadata_of, paths_in, with_metadata
+from moe_autograd._metadata import merged, metadata_of, of_versions, paths_in, with_metadata
 from moe_autograd.errors import ConfigError, ExpertFailedError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.layouts import layout_of, mismatch, num_bytes
@@ -74,30 +74,53 @@ def _tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return with_metadata(tensors, metadata_of(state))
 
 
-def known_versions(layout: pb.StateLayout, entry: pb.StateEntry) -> dict[str, int]:
-    """Return what an entry says of the versions of modules, without those of modules that this expert has not."""
-    known = paths_in(own.key for own in layout.entries)
-    return {path: version for path, version in entry.versions.items() if path in known}
+class ComingState:
+    """What a client is about to set of one expert, as far as it has come.
 
+    Args:
+        name: the expert's.
+        layout: of its state.
+    """
 
-def check_size(name: str, layout: pb.StateLayout, state: Mapping[str, Tensor]) -> None:
-    """Raise `InvalidCallError` as soon as what has come is more than this expert can be, before more of it comes."""
-    allowed = 2 * num_bytes(layout) + SPARE_BYTES
-    given = sum(value.nbytes for value in state.values())
-    if given > allowed or len(state) > 2 * len(layout.entries) + SPARE_ENTRIES:
-        raise InvalidCallError(
-            f"state of expert {name!r}: expected about {len(layout.entries)} entries of {allowed} bytes at most, got "
-            f"{len(state)} of {given} and more to come. Use a state of the same class and arguments."
-        )
+    def __init__(self, name: str, layout: pb.StateLayout) -> None:
+        self._name, self._layout = name, layout
+        self._num_bytes, self._most_bytes = 0, 2 * num_bytes(layout) + SPARE_BYTES
+        self._come: dict[str, Tensor] = {}
+        self._versions: dict[str, int] | None = None
 
+    def add(self, entry: pb.StateEntry, tensor: Tensor | None) -> None:
+        """Take an entry; raises `InvalidCallError` as soon as more has come than this expert can be."""
+        if tensor is None:
+            raise self._refused("expected a tensor, got None.")
+        if entry.key in self._come:
+            raise self._refused(f"expected each key once, got {entry.key!r} again. The client is broken.")
+        if entry.versions:
+            if self._versions is not None:
+                got = f"got some again with {entry.key!r}. The client is broken."
+                raise self._refused(f"expected versions with one entry alone, {got}")
+            self._versions = dict(entry.versions)
+        self._come[entry.key] = tensor
+        self._num_bytes += tensor.nbytes
+        num_known = len(self._layout.entries)
+        if self._num_bytes > self._most_bytes or len(self._come) > 2 * num_known + SPARE_ENTRIES:
+            raise self._refused(
+                f"expected about {num_known} entries of {self._most_bytes} bytes at most, got {len(self._come)} of "
+                f"{self._num_bytes} and more to come. Use a state of the same class and arguments."
+            )
 
-def check_state(name: str, layout: pb.StateLayout, state: Mapping[str, Tensor]) -> None:
-    """Raise `InvalidCallError` for a state that is not this expert's, naming both sides."""
-    wrong = mismatch(layout, state)
-    if wrong is not None:
-        raise InvalidCallError(
-            f"state of expert {name!r}: {wrong}. Use a state of the same class and arguments."
-        )
+    def whole(self) -> dict[str, Tensor]:
+        """Return it with the versions of modules that the expert has; `InvalidCallError` if it is another's."""
+        wrong = mismatch(self._layout, self._come)
+        if wrong is not None:
+            raise self._refused(f"{wrong}. Use a state of the same class and arguments.")
+        if self._versions is None:
+            return self._come
+        known = paths_in(own.key for own in self._layout.entries)
+        versions = {path: version for path, version in self._versions.items() if path in known}
+        return with_metadata(self._come, of_versions(versions))
+
+    def _refused(self, what: str) -> InvalidCallError:
+        return InvalidCallError(f"state of expert {self._name!r}: {what}")
 
 
 def load_state(hosted: HostedExpert, state: Mapping[str, Tensor], update: pb.StateUpdate) -> int:

@@ -190,7 +190,9 @@ def _trust_in(cert: Path, key: Path, contents: bytes) -> _Trust:
             except ssl.SSLError as error:
                 lacks = getattr(error, "verify_message", None) or error.reason or str(error)
                 return trust._replace(lacks=lacks)
-    return trust._replace(ends_at=min(map(ends_at, chain_in(contents)), default=math.inf))
+    # An authority in the file that is over by now is not needed: the client has just trusted another one.
+    ends = [end for end in map(ends_at, chain_in(contents)) if end > time.time()]
+    return trust._replace(ends_at=min(ends, default=math.inf))
 
 
 def _trust_in_authorities(client_ca: Path, contents: bytes) -> _Trust:

@@ -14,28 +14,20 @@ from importlib import metadata
 from typing import Any, Literal
 
 import grpc
-import torch
 from google.protobuf.message import Message
 
 from experts_server.budget import Budget
 from experts_server.configuration.config import ServingConfig
 from experts_server.hosting.calls import Expected, UpdateCall
 from experts_server.hosting.hosted import HostedExpert
-from experts_server.hosting.state import (
-    check_size,
-    check_state,
-    known_versions,
-    layout_of_expert,
-    load_state,
-    state_to_send,
-)
+from experts_server.hosting.state import ComingState, layout_of_expert, load_state, state_to_send
 from experts_server.queues.registry import Registry, only_result
 from experts_server.serving.doorway import EOF, Context, Doorway, Passing, only_message
 from experts_server.serving.security import Permission
 from experts_server.serving.streams import PassStream
 from experts_server.serving.unanswered import Unanswered
 from moe_autograd._contexts import contextmanager
-from moe_autograd._metadata import of_versions, versions_of, with_metadata
+from moe_autograd._metadata import versions_of
 from moe_autograd.errors import CorruptDataError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
@@ -229,10 +221,10 @@ class Service:
         finally:
             self.weights_under_way.give_back(1)
 
-    async def _receive_state(self, rpc: Passing) -> tuple[pb.StateUpdate, dict[str, dict[str, torch.Tensor]]]:
+    async def _receive_state(self, rpc: Passing) -> tuple[pb.StateUpdate, dict[str, ComingState]]:
         reader = ParcelReader(self.limits)
         head: pb.StateUpdate | None = None
-        states: dict[str, dict[str, torch.Tensor]] = {}
+        states: dict[str, ComingState] = {}
         num_entries = 0
         while (message := await rpc.read()) is not EOF:
             for parcel in reader.feed(message):
@@ -248,43 +240,21 @@ class Service:
                         f"{type(parcel.head).__name__} with {len(parcel.tensors)}. The client is broken."
                     )
                 num_entries += 1
-                self._take_entry(parcel.head, parcel.tensors[0], states)
+                name = self.registry[parcel.head.expert].hosted.name
+                if name not in states:
+                    states[name] = ComingState(name, self._layout(name))
+                states[name].add(parcel.head, parcel.tensors[0])
         reader.finish()
         if head is None or head.num_entries != num_entries:
             expected = "a StateUpdate" if head is None else f"{head.num_entries} entries"
             raise CorruptDataError(f"state: expected {expected}, got {num_entries} entries. Send it again.")
         return head, states
 
-    def _take_entry(
-        self, entry: pb.StateEntry, tensor: torch.Tensor | None, states: dict[str, dict[str, torch.Tensor]]
-    ) -> None:
-        name = self.registry[entry.expert].hosted.name
-        if tensor is None:
-            raise InvalidCallError(f"state of expert {name!r}: expected a tensor, got None.")
-        state = states.setdefault(name, {})
-        if entry.key in state:
-            raise InvalidCallError(
-                f"state of expert {name!r}: expected each key once, got {entry.key!r} again. The client is broken."
-            )
-        if entry.versions:
-            if hasattr(state, "_metadata"):
-                raise InvalidCallError(
-                    f"state of expert {name!r}: expected versions with one entry alone, got some again with "
-                    f"{entry.key!r}. The client is broken."
-                )
-            versions = known_versions(self._layout(name), entry)
-            state = states[name] = with_metadata(state, of_versions(versions))
-        state[entry.key] = tensor
-        check_size(name, self._layout(name), state)
-
-    async def _apply_state(
-        self, head: pb.StateUpdate, states: dict[str, dict[str, torch.Tensor]]
-    ) -> pb.UpdateReply:
+    async def _apply_state(self, head: pb.StateUpdate, states: dict[str, ComingState]) -> pb.UpdateReply:
         """Check all experts before the first is changed."""
-        for name, state in states.items():
-            check_state(name, self._layout(name), state)
+        whole = {name: coming.whole() for name, coming in states.items()}
         results = []
-        for name, state in states.items():
+        for name, state in whole.items():
             results += await self.registry.inspect([name], partial(load_state, state=state, update=head))
         return _update_reply(list(states), results)
 

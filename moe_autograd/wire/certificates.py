@@ -68,8 +68,13 @@ def remarks(
         cert_file: as in `channel_credentials`.
         cert: what is in it.
     """
-    own = [lacks for each in chain_in(cert or b"") if (lacks := lacks_now(each)) is not None]
-    said = [f"By the clock here this client's {lacks} ({str(cert_file)!r}). Renew it." for lacks in own[:1]]
+    lacking = [lacks_now(each) for each in chain_in(cert or b"")]
+    said = []
+    if any(lacking[:1]):
+        said.append(f"By the clock here this client's {lacking[0]} ({str(cert_file)!r}). Renew it.")
+    elif others := [lacks for lacks in lacking if lacks is not None]:
+        told = f"By the clock here an authority's {others[0]} in {str(cert_file)!r}, on which this client's hangs"
+        said.append(f"{told}: a server that has no other one refuses it.")
     if "CERTIFICATE_VERIFY_FAILED" in details:
         lacking = [lacks_now(each) for each in certificates_in(ca or b"")]
         why = f", of which by the clock here each {lacking[0]}" if lacking and None not in lacking else ""

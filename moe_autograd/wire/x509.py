@@ -6,16 +6,22 @@ The standard library tells of these only for the other side's certificate in a h
 from __future__ import annotations
 
 import datetime
+import re
 
-from cryptography.x509 import Certificate, load_pem_x509_certificates
+from cryptography.x509 import Certificate, InvalidVersion, load_pem_x509_certificate
+
+_PEM = re.compile(rb"-----BEGIN (?:X509 )?CERTIFICATE-----.*?-----END (?:X509 )?CERTIFICATE-----", re.DOTALL)
 
 
 def certificates_in(pem: bytes) -> list[Certificate]:
-    """Return the certificates in a file; none where one is of a form that it may not have: who connects finds that."""
-    try:
-        return load_pem_x509_certificates(pem)
-    except ValueError:
-        return []
+    """Return the certificates in a file, without those of a form that they may not have: who connects finds these."""
+    found = []
+    for block in _PEM.findall(pem):
+        try:
+            found.append(load_pem_x509_certificate(block))
+        except (ValueError, InvalidVersion, Warning):  # of a serial number, where warnings are errors
+            continue
+    return found
 
 
 def chain_in(pem: bytes) -> list[Certificate]:

@@ -48,15 +48,19 @@ def own(folder: Path, name: str) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("name", "lacks"),
     [
-        ("expired", "certificate has expired"),
-        ("next", "certificate is not yet valid"),
-        ("chain", "certificate has expired"),
+        ("expired", "this client's certificate has expired ({}). Renew it."),
+        ("next", "this client's certificate is not yet valid ({}). Renew it."),
+        (
+            "chain",
+            "an authority's certificate has expired in {}, on which this client's hangs: a server that has no other "
+            "one refuses it.",
+        ),
     ],
 )
 def test_a_client_whose_certificate_is_not_valid_now_is_told_which(folder, name, lacks):
     """Nothing said that it was its certificate."""
     cert, key = own(folder, name)
-    said = f"certificate of yours? By the clock here this client's {lacks} ({str(cert)!r}). Renew it."
+    said = f"certificate of yours? By the clock here {lacks.format(repr(str(cert)))}"
     with (
         serve(folder, "server", client_ca=folder / "ca.pem") as server,
         pytest.raises(ServerUnavailableError, match=rf"{re.escape(said)}\Z"),

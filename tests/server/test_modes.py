@@ -64,6 +64,22 @@ def test_a_mode_that_is_chosen_while_it_is_hosted_stays_as_well() -> None:
         torch.testing.assert_close(experts["e"].train()(x), twin(x), rtol=0, atol=0)
 
 
+def test_a_part_that_two_hold_has_its_own_mode_again() -> None:
+    norm = nn.BatchNorm1d(D)
+    module = nn.Sequential(norm, nn.Sequential(nn.Linear(D, D), norm).eval())
+    norm.train()
+    before = modes(module)
+    with (
+        ExpertsServer({"e": module}) as server,
+        connect(server.address) as one,
+        connect(server.address) as other,
+    ):
+        one["e"](torch.randn(5, D))
+        other["e"].eval()(torch.randn(5, D))
+        one["e"](torch.randn(5, D))
+        assert modes(module) == before == [True, True, False, False]
+
+
 def test_what_evaluates_once_it_is_built_does_so_in_a_server_of_a_configuration() -> None:
     settings = {"experts": {"e": {"class": "tests.server.test_modes:FrozenNorm"}}}
     server = from_config(load_config(flags=settings, environment={}))

@@ -47,7 +47,12 @@ def test_a_certificate_of_another_form_is_left_to_those_who_connect(folder):
     for begin, other in ((b"490101000000Z", b"49010100+0000"), (b"20510101000000Z", b"2051010100+0000")):
         der = der.replace(begin, other)
     lines = base64.encodebytes(der)
-    assert certificates_in(b"-----BEGIN CERTIFICATE-----\n" + lines + b"-----END CERTIFICATE-----\n") == []
+    odd = b"-----BEGIN CERTIFICATE-----\n" + lines + b"-----END CERTIFICATE-----\n"
+    assert certificates_in(odd) == []
+    assert certificates_in(odd + pem) == certificates_in(pem)
+    version_2 = der.replace(bytes.fromhex("a003020102"), bytes.fromhex("a003020101"))
+    odd = b"-----BEGIN CERTIFICATE-----\n" + base64.encodebytes(version_2) + b"-----END CERTIFICATE-----\n"
+    assert certificates_in(pem + odd) == certificates_in(pem)
 
 
 def test_a_chain_has_what_the_first_hangs_on_and_nothing_else(folder):
