@@ -15,7 +15,6 @@ one moment: between updates, never during one.
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experts_server.checkpoints.optimizer_state import load_optimizer, take_optimizer
+from experts_server.checkpoints.plain import cannot_hold, changed, group_of, is_plain
 from experts_server.hosting.gathered import Gathered
-from experts_server.hosting.gradients import laid_out_like
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.state import in_one_line
 from experts_server.hosting.training import Trainer
@@ -33,10 +33,6 @@ from moe_autograd._metadata import metadata_of, with_metadata
 from moe_autograd.errors import CheckpointError
 
 FORMAT = 6
-
-# Optimizers that want some state only with a setting, look for it only in their first step, and then begin with zeros.
-_STATE_OF_SETTINGS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
-_LOOKING_ONCE = (torch.optim.Adam, torch.optim.RMSprop)
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ def take(hosted: HostedExpert) -> Snapshot:
     state = hosted.module.state_dict()
     for key, value in state.items():
         if not isinstance(value, Tensor):
-            raise _cannot_hold(f"expert {hosted.name!r}, {key!r} of its state_dict", value, "a tensor")
+            raise cannot_hold(f"expert {hosted.name!r}, {key!r} of its state_dict", value, "a tensor")
         tensors[f"weights.{key}"] = value
     trained: dict[str, Any] = {}
     if hosted.trainer is not None:
@@ -89,7 +85,7 @@ def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
     """
     try:
         with torch.no_grad():
-            weights = _group(snapshot.tensors, "weights")
+            weights = group_of(snapshot.tensors, "weights")
             hosted.module.load_state_dict(with_metadata(weights, copy.deepcopy(snapshot.plain["metadata"])))
         if hosted.trainer is not None:
             _restore_training(hosted.trainer, snapshot)
@@ -107,9 +103,9 @@ def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
 def _plain_metadata(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the parts have in it, by path: their versions, and what hooks of `state_dict` add."""
     for path, values in metadata.items():
-        if not _is_plain(values):
+        if not is_plain(values):
             place = f"expert {name!r}, the metadata of its state_dict for {path!r}"
-            raise _cannot_hold(place, values, "values that JSON gives back")
+            raise cannot_hold(place, values, "values that JSON gives back")
     return copy.deepcopy(dict(metadata))
 
 
@@ -131,7 +127,7 @@ def _trained(hosted: HostedExpert) -> list[str]:
 def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors (not yet copied) and the plain values of a training's state."""
     place = f"expert {trainer.name!r}, optimizer"
-    tensors, scalars = _take_optimizer(place, trainer.training.optimizer)
+    tensors, of_optimizer = take_optimizer(place, trainer.training.optimizer)
     gathered = trainer.gathered.by_client()
     for client_id, entry in gathered.items():
         for place_of_grad, grad in enumerate(entry.grads):
@@ -152,29 +148,13 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
         "taken_at_s": time.time(),
         "schedule_class": _schedule_class(trainer),
         "schedule_has_ended": trainer.schedule_end is not None,
-        "schedule": _changed(f"{place}.schedule", schedule, built_schedule),
+        "schedule": changed(f"{place}.schedule", schedule, built_schedule),
         "groups": [
-            _changed(f"{place}, group", group, built)
+            changed(f"{place}, group", group, built)
             for group, built in zip(groups, built_groups, strict=True)
         ],
-        "optimizer_scalars": scalars,
+        **of_optimizer,
     }
-
-
-def _take_optimizer(place: str, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, Any] = {}
-    for index, entries in optimizer.state_dict()["state"].items():
-        if not isinstance(index, int):
-            raise _cannot_hold(f"{place}, state {index!r}", entries, "state of parameters alone")
-        for key, value in entries.items():
-            if isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__"):  # made of others
-                tensors[f"optimizer.{index}.{key}"] = value
-            elif _is_plain(value):
-                scalars[f"{index}.{key}"] = value
-            else:
-                raise _cannot_hold(f"{place}, state {key!r}", value)
-    return tensors, scalars
 
 
 def _schedule_class(trainer: Trainer) -> str | None:
@@ -192,10 +172,7 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot) -> None:
             group |= {k: tuple(v) if isinstance(v, list) else v for k, v in changed.items()}
     for group, own in zip(groups, optimizer.state_dict()["param_groups"], strict=True):
         group["params"] = own["params"]
-    state = _state_of_optimizer(snapshot)
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-    _undo_casts(optimizer, state)
-    _add_state_of_new_settings(optimizer)
+    load_optimizer(optimizer, groups, snapshot.tensors, plain)
     if schedule is not None:
         schedule.load_state_dict(schedule_state)
     if goes_on and plain["schedule_has_ended"]:  # as far as it was configured then
@@ -204,48 +181,11 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot) -> None:
     _restore_gathered(trainer, snapshot)
 
 
-def _state_of_optimizer(snapshot: Snapshot) -> dict[int, dict[str, Any]]:
-    state: dict[int, dict[str, Any]] = {}
-    saved = _group(snapshot.tensors, "optimizer") | snapshot.plain["optimizer_scalars"]
-    for name, value in saved.items():
-        index, _, key = name.partition(".")
-        state.setdefault(int(index), {})[key] = value
-    return state
-
-
-def _undo_casts(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
-    """Have values as they were saved: `load_state_dict` gives tensors the dtype of the weights, and texts another text.
-
-    It leaves the count of steps alone, which fused steps want as it makes it. Tensors were saved contiguous.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, saved in state.items():
-        parameter, own = parameters[index], optimizer.state[parameters[index]]
-        for key in saved.keys() & own.keys() - {"step"}:
-            value = saved[key]
-            if isinstance(value, Tensor):
-                value = value.to(own[key].device)
-                value = laid_out_like(parameter, value) if value.shape == parameter.shape else value
-            own[key] = value
-
-
-def _add_state_of_new_settings(optimizer: torch.optim.Optimizer) -> None:
-    """Begin what is configured now, and was not when this was saved."""
-    if not isinstance(optimizer, _LOOKING_ONCE):
-        return
-    for group in optimizer.param_groups:
-        wanted = [key for setting, key in _STATE_OF_SETTINGS.items() if group.get(setting)]
-        for parameter in group["params"]:
-            if state := optimizer.state.get(parameter):
-                zeros = {key: torch.zeros_like(parameter) for key in wanted if key not in state}
-                state.update(zeros)
-
-
 def _restore_gathered(trainer: Trainer, snapshot: Snapshot) -> None:
     grads: dict[str, list[Tensor | None]] = {
         client: [None] * len(trainer.parameters) for client in snapshot.plain["gathered"]
     }
-    for name, grad in _group(snapshot.tensors, "gathered").items():
+    for name, grad in group_of(snapshot.tensors, "gathered").items():
         client, place = name.split(".")
         grads[client][int(place)] = grad.to(trainer.parameters[int(place)].device)
     # Gathered under another `update` they mean something else: those of steps may be applied already.
@@ -305,17 +245,12 @@ def entries_of(hosted: HostedExpert) -> dict[str, str]:
 
 def entries_in(snapshot: Snapshot) -> dict[str, str]:
     """Return shape and dtype of each tensor that a snapshot has of the module, by key."""
-    return _shapes(_group(snapshot.tensors, "weights"))
+    return _shapes(group_of(snapshot.tensors, "weights"))
 
 
 def differing_keys(some: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
     """Return the keys of entries that are not the same on both sides."""
     return sorted(key for key in some.keys() | others.keys() if some.get(key) != others.get(key))
-
-
-def _group(tensors: dict[str, Tensor], group: str) -> dict[str, Tensor]:
-    prefix = f"{group}."
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, str]:
@@ -344,38 +279,3 @@ def _copy(place: str, tensor: Tensor) -> Tensor:
 def tells_of_no_memory(error: Exception) -> bool:
     """Whether there is none; torch's allocator of the CPU has no class of its own for that."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def _changed(place: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is not as it was `before`."""
-    changed = {
-        key: value for key, value in now.items() if key not in before or not _is_same(value, before[key])
-    }
-    for key, value in changed.items():
-        if not _is_plain(value):
-            raise _cannot_hold(f"{place} {key!r}", value, "a value that JSON gives back")
-    return changed
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor) or isinstance(other, Tensor):
-        return isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other)
-    return bool(value == other)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether JSON gives it back as it is, but for a tuple, which comes back as a list."""
-    try:
-        back = json.loads(json.dumps(value))
-    except (TypeError, ValueError):
-        return False
-    return bool(back == (list(value) if isinstance(value, tuple) else value))
-
-
-def _cannot_hold(
-    place: str, value: Any, expected: str = "a tensor, or a value that JSON gives back"
-) -> CheckpointError:
-    return CheckpointError(
-        f"{place}: expected {expected}, got {type(value).__name__}. A checkpoint cannot hold it: host this expert "
-        "without checkpoint_dir."
-    )

@@ -97,6 +97,36 @@ def test_state_of_no_parameter_that_a_checkpoint_cannot_hold_is_refused_before_a
         assert not list(tmp_path.glob("checkpoint-*"))
 
 
+class SaysItsCount(torch.optim.SGD):
+    """Has a count that nothing but its `state_dict` says."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+
+def says_its_count_by_a_hook(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_state_dict_post_hook(lambda _, said: {**said, "count": 0})
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [SaysItsCount, says_its_count_by_a_hook], ids=["override", "hook"])
+def test_what_only_a_state_dict_of_its_own_says_is_refused_before_anything_is_saved(
+    tmp_path: Path, make: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    """It had been dropped, and training went on with other numbers."""
+    said = r"expert-00000\.optimizer: expected 'state' and 'param_groups' in its state_dict, got 'count', too"
+    with build(make, tmp_path) as experts:
+        train(experts, range(1))
+        with pytest.raises(CheckpointError, match=said):
+            experts.checkpoint()
+        assert not list(tmp_path.glob("checkpoint-*"))
+
+
 def keeping(*keys: Any) -> Callable[[Any], torch.optim.Optimizer]:
     """Return a class of optimizers that keep a mean of gradients under each of these keys."""
 

@@ -214,7 +214,8 @@ class HeldOptimizer:
         """Return what a checkpoint says about the optimizer beside its tensors.
 
         Raises:
-            CheckpointError: it keeps something else, which neither JSON nor the part can hold.
+            CheckpointError: it keeps something else, which neither JSON nor the part can hold, or which only its own
+                `state_dict` knows.
         """
         numbers, of_all, groups = self._beside_tensors()
         for entries in (*numbers.values(), of_all):
@@ -224,6 +225,7 @@ class HeldOptimizer:
         groups = tree_map(_as_plain, groups)
         for options in groups:
             self._check_plain(options, "plain values, under texts, in the optimizer's groups")
+        self._check_state_dict()
         return {
             "optimizer": type(self.optimizer).__name__,
             "groups": groups,
@@ -252,6 +254,18 @@ class HeldOptimizer:
                     f"{self.name}: expected {expected}, got {_described(value)} (key={reprlib.repr(key)}). Save what "
                     "it keeps yourself."
                 )
+
+    def _check_state_dict(self) -> None:
+        """Raise `CheckpointError` for entries of its own, which its `load_state_dict` would want to be given."""
+        own = getattr(self.optimizer.state_dict, "__func__", None) is not Optimizer.state_dict
+        if not (own or getattr(self.optimizer, "_optimizer_state_dict_post_hooks", None)):
+            return  # torch's, which some wrappers cannot call
+        further = [repr(key) for key in self.optimizer.state_dict() if key not in ("state", "param_groups")]
+        if further:
+            raise CheckpointError(
+                f"{self.name}: expected 'state' and 'param_groups' in its state_dict, got {', '.join(further)}, too. "
+                "Keep it in options of its groups."
+            )
 
     def check_checkpoint(self, folder: Path, options: dict[str, Any], beside: Iterable[Part]) -> None:
         """Raise unless a checkpoint has the tensors that it says.

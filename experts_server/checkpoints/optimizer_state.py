@@ -1,0 +1,108 @@
+"""The state of an expert's optimizer as tensors by name and plain values, and how it comes back from these.
+
+State goes by the parameter's index. Beside it and the groups a `state_dict` has what an optimizer adds to it by an
+override or a hook.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experts_server.checkpoints.plain import cannot_hold, group_of, is_plain
+from experts_server.hosting.gradients import laid_out_like
+
+_OF_TORCH = {"state", "param_groups"}  # in a `state_dict`, which may have more
+
+# Optimizers that want some state only with a setting, look for it only in their first step, and then begin with zeros.
+_STATE_OF_SETTINGS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+_LOOKING_ONCE = (torch.optim.Adam, torch.optim.RMSprop)
+
+
+def take_optimizer(place: str, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return its tensors (not yet copied), and what a snapshot says of it besides.
+
+    Raises:
+        CheckpointError: some of it is neither a tensor nor a plain value.
+    """
+    saved = dict(optimizer.state_dict())
+    if not saved.keys() >= _OF_TORCH:
+        raise cannot_hold(f"{place}, its state_dict", saved, "'state' and 'param_groups' in it")
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for index, entries in saved["state"].items():
+        if not isinstance(index, int):
+            raise cannot_hold(f"{place}, state {index!r}", entries, "state of parameters alone")
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__"):  # made of others
+                tensors[f"optimizer.{index}.{key}"] = value
+            elif is_plain(value):
+                scalars[f"{index}.{key}"] = value
+            else:
+                raise cannot_hold(f"{place}, state {key!r}", value)
+    entries_of_its_own = {key: value for key, value in saved.items() if key not in _OF_TORCH}
+    for key, value in entries_of_its_own.items():
+        if not is_plain({key: value}):
+            raise cannot_hold(f"{place}, {key!r} of its state_dict", value, "a value that JSON gives back")
+    return tensors, {"optimizer_scalars": scalars, "optimizer_entries": copy.deepcopy(entries_of_its_own)}
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    groups: list[dict[str, Any]],
+    tensors: Mapping[str, Tensor],
+    plain: Mapping[str, Any],
+) -> None:
+    """Give it the state that `take_optimizer` saw.
+
+    Args:
+        optimizer: of the same parameters.
+        groups: what is set in its groups, with `params` as in its `state_dict`.
+        tensors: of the snapshot.
+        plain: of the snapshot.
+    """
+    state, entries = _state_of_optimizer(tensors, plain), plain.get("optimizer_entries", {})
+    optimizer.load_state_dict({**copy.deepcopy(entries), "state": state, "param_groups": groups})
+    _undo_casts(optimizer, state)
+    _add_state_of_new_settings(optimizer)
+
+
+def _state_of_optimizer(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    state: dict[int, dict[str, Any]] = {}
+    saved = group_of(tensors, "optimizer") | plain["optimizer_scalars"]
+    for name, value in saved.items():
+        index, _, key = name.partition(".")
+        state.setdefault(int(index), {})[key] = value
+    return state
+
+
+def _undo_casts(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
+    """Have values as they were saved: `load_state_dict` gives tensors the dtype of the weights, and texts another text.
+
+    It leaves the count of steps alone, which fused steps want as it makes it. Tensors were saved contiguous.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, saved in state.items():
+        parameter, own = parameters[index], optimizer.state[parameters[index]]
+        for key in saved.keys() & own.keys() - {"step"}:
+            value = saved[key]
+            if isinstance(value, Tensor):
+                value = value.to(own[key].device)
+                value = laid_out_like(parameter, value) if value.shape == parameter.shape else value
+            own[key] = value
+
+
+def _add_state_of_new_settings(optimizer: torch.optim.Optimizer) -> None:
+    """Begin what is configured now, and was not when this was saved."""
+    if not isinstance(optimizer, _LOOKING_ONCE):
+        return
+    for group in optimizer.param_groups:
+        wanted = [key for setting, key in _STATE_OF_SETTINGS.items() if group.get(setting)]
+        for parameter in group["params"]:
+            if state := optimizer.state.get(parameter):
+                zeros = {key: torch.zeros_like(parameter) for key in wanted if key not in state}
+                state.update(zeros)

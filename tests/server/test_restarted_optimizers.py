@@ -1,0 +1,116 @@
+"""What optimizers keep in ways of their own comes back after a restart as it was, or saving is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experts_server.checkpoints.snapshot import take
+from experts_server.hosting.hosted import HostedExpert
+from experts_server.hosting.training import Training
+from moe_autograd.errors import CheckpointError
+from tests.server.test_training import Client, D, hosted, restarted
+from tests.support.servers import tokens
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def training(make: Make) -> Callable[[nn.Module], Training]:
+    return lambda module: Training(make(list(module.parameters())))
+
+
+def train(client: Client, steps: range) -> None:
+    for step in steps:
+        client.update("zero_grad")
+        client.backward(tokens(4, D, seed=step), tokens(4, D, seed=9))
+        client.update("step")
+
+
+def trained(make: Make, restart_in: Path | None) -> dict[str, Tensor]:
+    """Return the weights after six steps, with a restart after the third one or without."""
+    client = Client(hosted(training(make)))
+    train(client, range(3))
+    if restart_in is not None:
+        client.expert = restarted(client.expert, training(make), restart_in)
+    train(client, range(3, 6))
+    return client.expert.module.state_dict()
+
+
+def assert_goes_on(make: Make, folder: Path) -> None:
+    torch.testing.assert_close(trained(make, folder), trained(make, None), rtol=0, atol=0)
+
+
+def optimizer_of(expert: HostedExpert) -> torch.optim.Optimizer:
+    assert expert.training is not None
+    return expert.training.optimizer
+
+
+class Slowing(torch.optim.Optimizer):
+    """Makes smaller steps each time; subclasses say where the number of steps is."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.count: Any = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=0.1 / self.counted(parameter))
+
+    def counted(self, parameter: Tensor) -> float:
+        return float(self.count)
+
+
+class SaysItsCount(Slowing):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict.get("count", 0)
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
+def says_its_count_by_hooks(parameters: Any) -> torch.optim.Optimizer:
+    def load(optimizer: Any, said: dict[str, Any]) -> None:
+        optimizer.count = said.get("count", 0)
+
+    optimizer = Slowing(parameters)
+    optimizer.register_state_dict_post_hook(lambda one, said: {**said, "count": getattr(one, "count")})  # noqa: B009
+    optimizer.register_load_state_dict_pre_hook(load)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [SaysItsCount, says_its_count_by_hooks], ids=["override", "hooks"])
+def test_what_an_optimizer_adds_to_its_state_dict_outlives_a_restart(make: Make, tmp_path: Path) -> None:
+    """It was dropped, and training went on as if it had just begun."""
+    assert_goes_on(make, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(torch.ones(2), "Tensor"), ((1, (2, 3)), "tuple"), ({1: 0.5}, "dict"), ((1, 2), "tuple")],
+    ids=["tensor", "nested tuple", "number as a key", "tuple"],
+)
+def test_what_a_state_dict_has_that_json_does_not_give_back_is_refused_by_name(value: Any, kind: str) -> None:
+    expert = hosted(training(SaysItsCount))
+    vars(optimizer_of(expert))["count"] = value
+    said = rf"expert 'e', optimizer, 'count' of its state_dict: expected a value that JSON gives back, got {kind}\."
+    with pytest.raises(CheckpointError, match=said):
+        take(expert)
+
+
+class OfAnotherKind(Slowing):
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": super().state_dict()}
+
+
+def test_a_state_dict_that_is_not_as_torch_has_it_is_refused_by_name() -> None:
+    """The error was `'state'`."""
+    with pytest.raises(CheckpointError, match="its state_dict: expected 'state' and 'param_groups' in it"):
+        take(hosted(training(OfAnotherKind)))
