@@ -1,13 +1,13 @@
 """The state of an expert's optimizer as tensors by name and plain values, and how it comes back from these.
 
-State goes by the parameter's index. Beside it and the groups a `state_dict` has what an optimizer adds to it by an
-override or a hook.
+State goes by the parameter's index and a key; a tensor in several places has the name of the first. Beside it and the
+groups a `state_dict` has what an optimizer adds to it by an override or a hook.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,21 +34,41 @@ def take_optimizer(place: str, optimizer: torch.optim.Optimizer) -> tuple[dict[s
         raise cannot_hold(f"{place}, its state_dict", saved, "'state' and 'param_groups' in it")
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, Any] = {}
-    for index, entries in saved["state"].items():
-        if not isinstance(index, int):
-            raise cannot_hold(f"{place}, state {index!r}", entries, "state of parameters alone")
-        for key, value in entries.items():
-            if isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__"):  # made of others
-                tensors[f"optimizer.{index}.{key}"] = value
-            elif is_plain(value):
-                scalars[f"{index}.{key}"] = value
+    also_under: dict[str, list[str]] = {}
+    first_names: dict[int, str] = {}
+    for index, key, value in _entries_of_state(place, saved["state"]):
+        name = f"{index}.{key}"
+        if isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__"):  # made of others
+            first = first_names.setdefault(id(value), name)
+            if first == name:
+                tensors[f"optimizer.{name}"] = value
             else:
-                raise cannot_hold(f"{place}, state {key!r}", value)
+                also_under.setdefault(first, []).append(name)
+        elif is_plain(value):
+            scalars[name] = copy.deepcopy(value)
+        else:
+            raise cannot_hold(f"{place}, state {key!r}", value)
     entries_of_its_own = {key: value for key, value in saved.items() if key not in _OF_TORCH}
     for key, value in entries_of_its_own.items():
         if not is_plain({key: value}):
             raise cannot_hold(f"{place}, {key!r} of its state_dict", value, "a value that JSON gives back")
-    return tensors, {"optimizer_scalars": scalars, "optimizer_entries": copy.deepcopy(entries_of_its_own)}
+    return tensors, {
+        "optimizer_scalars": scalars,
+        "optimizer_tuples": [name for name, value in scalars.items() if isinstance(value, tuple)],
+        "optimizer_also_under": also_under,
+        "optimizer_entries": copy.deepcopy(entries_of_its_own),
+    }
+
+
+def _entries_of_state(place: str, state: Mapping[Any, Mapping[Any, Any]]) -> Iterator[tuple[int, str, Any]]:
+    """Yield each entry of each parameter's state: the parameter's index, the key and the value."""
+    for index, entries in state.items():
+        if not isinstance(index, int):
+            raise cannot_hold(f"{place}, state {index!r}", entries, "state of parameters alone")
+        for key, value in entries.items():
+            if not isinstance(key, str):  # it would come back as a text
+                raise cannot_hold(f"{place}, state {key!r}", key, "a text as its key")
+            yield index, key, value
 
 
 def load_optimizer(
@@ -74,6 +94,10 @@ def load_optimizer(
 def _state_of_optimizer(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     state: dict[int, dict[str, Any]] = {}
     saved = group_of(tensors, "optimizer") | plain["optimizer_scalars"]
+    for name in plain.get("optimizer_tuples", []):
+        saved[name] = tuple(saved[name])
+    for name, others in plain.get("optimizer_also_under", {}).items():
+        saved |= dict.fromkeys(others, saved[name])
     for name, value in saved.items():
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = value
@@ -83,16 +107,22 @@ def _state_of_optimizer(tensors: Mapping[str, Tensor], plain: Mapping[str, Any])
 def _undo_casts(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
     """Have values as they were saved: `load_state_dict` gives tensors the dtype of the weights, and texts another text.
 
-    It leaves the count of steps alone, which fused steps want as it makes it. Tensors were saved contiguous.
+    It leaves the count of steps alone, which fused steps want as it makes it. Tensors were saved contiguous, and one in
+    several places stays one.
     """
+    made: dict[tuple[int, torch.device], Tensor | None] = {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, saved in state.items():
         parameter, own = parameters[index], optimizer.state[parameters[index]]
         for key in saved.keys() & own.keys() - {"step"}:
             value = saved[key]
             if isinstance(value, Tensor):
-                value = value.to(own[key].device)
-                value = laid_out_like(parameter, value) if value.shape == parameter.shape else value
+                place = id(value), own[key].device
+                if place not in made:
+                    moved = value.to(own[key].device)
+                    is_alike = moved.shape == parameter.shape
+                    made[place] = laid_out_like(parameter, moved) if is_alike else moved
+                value = made[place]
             own[key] = value
 
 

@@ -114,3 +114,72 @@ def test_a_state_dict_that_is_not_as_torch_has_it_is_refused_by_name() -> None:
     """The error was `'state'`."""
     with pytest.raises(CheckpointError, match="its state_dict: expected 'state' and 'param_groups' in it"):
         take(hosted(training(OfAnotherKind)))
+
+
+class Aging(Slowing):
+    """Counts in a tuple for each weight."""
+
+    def counted(self, parameter: Tensor) -> float:
+        state = self.state[parameter]
+        before = state.get("steps", ())
+        state["steps"] = (*before, 1.0) if isinstance(before, tuple) else (1.0,)
+        return float(len(state["steps"]))
+
+
+class Sharing(Slowing):
+    """Counts for all weights in one tensor, which is in the state of each."""
+
+    dtype, shape = torch.float32, ()
+
+    def counted(self, parameter: Tensor) -> float:
+        first = self.param_groups[0]["params"][0]
+        shared = self.state[first].setdefault("count", torch.zeros(self.shape, dtype=self.dtype))
+        own = self.state[parameter].setdefault("count", shared)
+        if parameter is first:
+            own += 1
+        return float(own.max())
+
+
+class SharingIntegers(Sharing):
+    dtype = torch.int64
+
+
+class SharingDoubles(Sharing):
+    """Of a dtype that `load_state_dict` casts, and of the shape of a bias."""
+
+    dtype, shape = torch.float64, (D,)
+
+
+@pytest.mark.parametrize("make", [Aging, Sharing, SharingIntegers, SharingDoubles])
+def test_state_is_of_the_same_kind_after_a_restart(make: Make, tmp_path: Path) -> None:
+    """A tuple came back as a list, and one tensor in several places as one for each."""
+    assert_goes_on(make, tmp_path)
+
+
+def test_a_tensor_in_several_places_is_one_of_the_checkpoint_and_one_after_a_restart(tmp_path: Path) -> None:
+    client = Client(hosted(training(SharingDoubles)))
+    train(client, range(1))
+    assert [name for name in take(client.expert).tensors if name.endswith(".count")] == ["optimizer.0.count"]
+    for _ in range(2):
+        client.expert = restarted(client.expert, training(SharingDoubles), tmp_path)
+        counts = [state["count"] for state in optimizer_of(client.expert).state.values()]
+        assert len(counts) > 1
+        assert len(set(map(id, counts))) == 1
+        assert counts[0].dtype == torch.float64
+
+
+class UnderANumber(Slowing):
+    """Its state came back under "0", and it began anew."""
+
+    def counted(self, parameter: Tensor) -> float:
+        self.state[parameter][0] = self.state[parameter].get(0, 0) + 1
+        return float(self.state[parameter][0])
+
+
+def test_state_under_a_key_that_is_no_text_is_refused_by_name() -> None:
+    client = Client(hosted(training(UnderANumber)))
+    train(client, range(1))
+    with pytest.raises(
+        CheckpointError, match="expert 'e', optimizer, state 0: expected a text as its key, got int"
+    ):
+        take(client.expert)
