@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_autograd.errors import CheckpointError
 
@@ -18,21 +20,83 @@ def group_of(tensors: Mapping[str, Tensor], group: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def changed(place: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is not as it was `before`."""
-    changed = {
-        key: value for key, value in now.items() if key not in before or not _is_same(value, before[key])
-    }
-    for key, value in changed.items():
-        if not is_plain(value):
+def changed(
+    place: str, now: Mapping[str, Any], before: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what is not as it was `before`, and of tensors of one number, for which their values stand, the dtype.
+
+    Raises:
+        CheckpointError: some of it is no plain value.
+    """
+    values: dict[str, Any] = {}
+    dtypes: dict[str, str] = {}
+    for key, value in now.items():
+        if key in before and _is_same(value, before[key]):
+            continue
+        dtype = _dtype_of_numbers(value)
+        if dtype is not None:
+            dtypes[key] = str(dtype).removeprefix("torch.")
+        values[key] = value if dtype is None else tree_map(Tensor.item, value)
+        if not is_plain(values[key]):
             raise cannot_hold(f"{place} {key!r}", value, "a value that JSON gives back")
-    return changed
+    return values, dtypes
+
+
+def check_apart(place: str, entries: Iterable[tuple[str, Any]]) -> None:
+    """Raise `CheckpointError` if one tensor is in several of the entries: each would get one of its own."""
+    seen: set[int] = set()
+    for key, value in entries:
+        of_this = {id(leaf) for leaf in tree_leaves(value)}
+        if seen & of_this:
+            raise cannot_hold(
+                f"{place} {key!r}", value, "a tensor for each group, or one that stays as it was built"
+            )
+        seen |= of_this
+
+
+def put_back(
+    built: dict[str, Any], values: Mapping[str, Any], dtypes: Mapping[str, str], *, has_tuples: bool
+) -> None:
+    """Set what had `changed` since it was built; tensors come to where those are that it was built with.
+
+    Args:
+        built: what is changed.
+        values: by key.
+        dtypes: of those that were tensors.
+        has_tuples: whether sequences were tuples; otherwise they were lists.
+    """
+    for key, value in values.items():
+        if key in dtypes:
+            device = next(
+                (leaf.device for leaf in tree_leaves(built.get(key)) if isinstance(leaf, Tensor)), None
+            )
+            as_tensor = functools.partial(torch.tensor, dtype=getattr(torch, dtypes[key]), device=device)
+            value = tree_map(as_tensor, value)
+        built[key] = tuple(value) if has_tuples and isinstance(value, list) else value
+
+
+def _dtype_of_numbers(value: Any) -> torch.dtype | None:
+    """Return the dtype of a tensor of one number, or of several such tensors, as a rate and betas may be."""
+    leaves = value if isinstance(value, list | tuple) else [value]
+    if all(type(leaf) is Tensor and leaf.dim() == 0 for leaf in leaves):
+        dtypes = {leaf.dtype for leaf in leaves}
+        return dtypes.pop() if len(dtypes) == 1 else None
+    return None
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor) or isinstance(other, Tensor):
-        return isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other)
-    return bool(value == other)
+    """Whether all in it is as in the other; a NaN is, too. What cannot be compared is not."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(_is_same(one, other[key]) for key, one in value.items())
+    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
+        is_alike = isinstance(value, tuple) == isinstance(other, tuple) and len(value) == len(other)
+        return is_alike and all(map(_is_same, value, other))
+    try:
+        if isinstance(value, Tensor) or isinstance(other, Tensor):
+            return type(value) is type(other) and value.dtype == other.dtype and torch.equal(value, other)
+        return bool(value == other) or bool(value != value and other != other)
+    except (TypeError, ValueError, RuntimeError):  # such as of an array
+        return False
 
 
 def is_plain(value: Any) -> bool:
@@ -41,7 +105,7 @@ def is_plain(value: Any) -> bool:
         back = json.loads(json.dumps(value))
     except (TypeError, ValueError):
         return False
-    return bool(back == (list(value) if isinstance(value, tuple) else value))
+    return _is_same(back, list(value) if isinstance(value, tuple) else value)
 
 
 def cannot_hold(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from experts_server.checkpoints.optimizer_state import load_optimizer, take_optimizer
-from experts_server.checkpoints.plain import cannot_hold, changed, group_of, is_plain
+from experts_server.checkpoints.plain import cannot_hold, changed, check_apart, group_of, is_plain, put_back
 from experts_server.hosting.gathered import Gathered
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.state import in_one_line
@@ -135,6 +135,15 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
                 tensors[f"gathered.{client_id.hex()}.{place_of_grad}"] = grad
     groups, schedule = trainer.training.settings()
     built_groups, built_schedule = trainer.training.built_with
+    if len(groups) != len(built_groups):
+        raise CheckpointError(
+            f"{place}: expected {len(built_groups)} group(s) of parameters, as it was built with, got {len(groups)}. "
+            "Build it with all of them, or host this expert without checkpoint_dir."
+        )
+    of_schedule = changed(f"{place}.schedule", schedule, built_schedule)
+    of_groups = [changed(f"{place}, group", *pair) for pair in zip(groups, built_groups, strict=True)]
+    all_changed = zip([schedule, *groups], [of_schedule, *of_groups], strict=True)
+    check_apart(f"{place}, group", ((key, now[key]) for now, (_, dtypes) in all_changed for key in dtypes))
     return tensors, {
         "num_updates": trainer.num_updates,
         "update": trainer.training.update,
@@ -148,11 +157,9 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
         "taken_at_s": time.time(),
         "schedule_class": _schedule_class(trainer),
         "schedule_has_ended": trainer.schedule_end is not None,
-        "schedule": changed(f"{place}.schedule", schedule, built_schedule),
-        "groups": [
-            changed(f"{place}, group", group, built)
-            for group, built in zip(groups, built_groups, strict=True)
-        ],
+        "schedule": of_schedule[0],
+        "groups": [values for values, _ in of_groups],
+        "dtypes": {"schedule": of_schedule[1], "groups": [dtypes for _, dtypes in of_groups]},
         **of_optimizer,
     }
 
@@ -167,9 +174,10 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot) -> None:
     groups, schedule_state = copy.deepcopy(trainer.training.built_with)
     goes_on = plain["schedule_class"] == _schedule_class(trainer)  # otherwise rates begin as configured now
     if goes_on:
-        schedule_state |= plain["schedule"]
-        for group, changed in zip(groups, plain["groups"], strict=True):
-            group |= {k: tuple(v) if isinstance(v, list) else v for k, v in changed.items()}
+        dtypes = plain.get("dtypes", {"schedule": {}, "groups": [{} for _ in groups]})
+        put_back(schedule_state, plain["schedule"], dtypes["schedule"], has_tuples=False)
+        for group, *saved in zip(groups, plain["groups"], dtypes["groups"], strict=True):
+            put_back(group, *saved, has_tuples=True)
     for group, own in zip(groups, optimizer.state_dict()["param_groups"], strict=True):
         group["params"] = own["params"]
     load_optimizer(optimizer, groups, snapshot.tensors, plain)

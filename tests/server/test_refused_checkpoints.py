@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -142,22 +141,25 @@ class Quantizing(torch.optim.SGD):
 
 
 class Slowing(torch.optim.SGD):
-    """Changes its rate, which is a tensor, as it likes."""
+    """Changes its rates, a tensor for all weights, as it likes."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["rates"] = torch.ones(2)
 
     def step(self, closure: Any = None) -> None:
         super().step()
-        self.param_groups[0]["lr"] = self.param_groups[0]["lr"] / 2
+        self.param_groups[0]["rates"] = self.param_groups[0]["rates"] / 2
 
 
 def test_a_setting_that_has_changed_and_is_no_plain_value_is_refused_by_name(tmp_path: Path) -> None:
-    slowing = functools.partial(Slowing, lr=torch.tensor(0.1))
     config = {"checkpoint_dir": str(tmp_path)}
-    server = ExpertsServer({"e": nn.Linear(D, D)}, optimizer=slowing, config=config).start()
+    server = ExpertsServer({"e": nn.Linear(D, D)}, optimizer=Slowing, config=config).start()
     with WireClient(server.address) as client:
         client.forward("e", tokens(2, D))
         client.backward("e", torch.ones(2, D))
         client.step()
-    said = r"expert 'e', optimizer, group 'lr': expected a value that JSON gives back, got Tensor\."
+    said = r"expert 'e', optimizer, group 'rates': expected a value that JSON gives back, got Tensor\."
     with pytest.raises(CheckpointError, match=said):
         server.stop()
 
