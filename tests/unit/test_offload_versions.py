@@ -86,6 +86,20 @@ def test_a_class_whose_version_has_grown_migrates_a_checkpoint_as_in_torch(
         assert torch.equal(experts.state_dict(1)["weight"], natively[1].get_parameter("weight"))  # once
 
 
+def test_a_part_under_two_paths_has_the_extra_state_that_was_saved(tmp_path: Path) -> None:
+    def experts_of(kind: type[nn.Module]) -> OffloadedExperts:
+        part = kind(D, D)
+        sequence = nn.Sequential(part, nn.ReLU(), part)
+        return OffloadedExperts([sequence], torch.optim.SGD, max_resident_bytes=10_000, store=tmp_path)
+
+    with experts_of(CountingBefore) as experts:
+        experts.checkpoint()
+    with experts_of(Counting) as experts:
+        experts.restore()
+        state = experts.state_dict(0)
+    assert [state["0._extra_state"], state["2._extra_state"]] == [8, 8]
+
+
 def test_a_class_that_refuses_the_version_of_a_checkpoint_is_named(tmp_path: Path) -> None:
     with build(tmp_path, Third) as experts:
         experts.checkpoint()
