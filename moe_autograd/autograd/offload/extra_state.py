@@ -84,7 +84,12 @@ class ExtraState:
             key: value.detach().clone() if isinstance(value, Tensor) else value
             for key, value in state.items()
         }
-        given |= {f"{path}._extra_state".removeprefix("."): value for path, value in saved.items()}
+        saved_of = {self.parts[path]: value for path, value in saved.items()}
+        given |= {
+            f"{path}._extra_state".removeprefix("."): saved_of[part]
+            for path, part in self._module.named_modules(remove_duplicate=False)
+            if part in saved_of
+        }
         before = of_versions(
             {path: versions.get(path, _USUAL_VERSION) for path in {**self.versions, **versions}}
         )
