@@ -27,6 +27,7 @@ from experts_server.checkpoints.optimizer_state import load_optimizer, take_opti
 from experts_server.checkpoints.plain import cannot_hold, changed, check_apart, group_of, is_plain, put_back
 from experts_server.hosting.gathered import Gathered
 from experts_server.hosting.hosted import HostedExpert
+from experts_server.hosting.loading import keeping_parameters
 from experts_server.hosting.state import in_one_line
 from experts_server.hosting.training import Trainer
 from moe_autograd._metadata import metadata_of, with_metadata
@@ -84,7 +85,7 @@ def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
         CheckpointError: the module or its optimizer does not load what it has saved.
     """
     try:
-        with torch.no_grad():
+        with torch.no_grad(), keeping_parameters(hosted.module):
             weights = group_of(snapshot.tensors, "weights")
             hosted.module.load_state_dict(with_metadata(weights, copy.deepcopy(snapshot.plain["metadata"])))
         if hosted.trainer is not None:

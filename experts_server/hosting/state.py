@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from experts_server.hosting.hosted import HostedExpert
+from experts_server.hosting.loading import keeping_parameters
 from moe_autograd._metadata import merged, metadata_of, of_versions, paths_in, with_metadata
 from moe_autograd.errors import ConfigError, ExpertFailedError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
@@ -147,7 +148,7 @@ def load_state(hosted: HostedExpert, state: Mapping[str, Tensor], update: pb.Sta
 
 
 def _load(hosted: HostedExpert, state: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
+    with torch.no_grad(), keeping_parameters(hosted.module):
         # a state without versions counts as one of the class as it is now
         own = metadata_of(hosted.module.state_dict())
         given = with_metadata(state, merged(own, metadata_of(state)))
