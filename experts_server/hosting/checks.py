@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -70,6 +70,16 @@ def check_reached(place: str, results: Iterable[Edge]) -> None:
             f"{place}: expected its module to compute with weights of its own, got a call of an expert on a server or "
             f"offloaded, whose weights would get no gradient. {_INSTEAD}"
         )
+
+
+def check_frozen(expert: str, weights: Mapping[str, nn.Parameter]) -> None:
+    """Raise `ExpertFailedError` if a weight wants a gradient now that no optimizer has, by whom it is not trained."""
+    for name, weight in weights.items():
+        if weight.requires_grad:
+            raise ExpertFailedError(
+                f"expert {expert!r}: expected weights that its optimizer has not got to stay frozen, got {name!r} "
+                "thawed. Nothing was changed. Host it thawed, or make the optimizer of it as well."
+            )
 
 
 def check_inputs(expert: str, spec: InputSpec, call: ForwardCall | BackwardCall) -> None:

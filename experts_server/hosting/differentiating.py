@@ -51,14 +51,16 @@ class Differentiator:
         """
         with self._caller.random.drawing(kept.random_seed, BACKWARD):
             roots, root_grads, wanted = self._starts_and_ends(call, kept)
-            targets = [*(kept.inputs[i] for i in wanted), *parameters]
+            weights = _trained_now(parameters)
+            targets = [*(kept.inputs[i] for i in wanted), *weights]
             if not roots or not targets:
                 return (None,) * len(kept.inputs), [None] * len(parameters)
             try:
                 found = differentiate(roots, root_grads, targets, retain_graph=call.keep_graph)
             except BaseException as error:
                 raise self._caller.failure("backward", error) from error
-        return _in_place_of(wanted, found, len(kept.inputs)), found[len(wanted) :]
+        weight_grads = _of_all(parameters, weights, found[len(wanted) :])
+        return _in_place_of(wanted, found, len(kept.inputs)), weight_grads
 
     def in_parts(
         self, call: BackwardCall, kept: KeptForward, parameters: Sequence[nn.Parameter]
@@ -71,16 +73,15 @@ class Differentiator:
         seed, drawing = kept.random_seed, self._caller.random.drawing
         with drawing(seed, BACKWARD):
             roots, root_grads, wanted = self._starts_and_ends(call, kept)
+            weights = _trained_now(parameters)
             try:
-                found, pending = split_backward(
-                    roots, root_grads, [kept.inputs[i] for i in wanted], parameters
-                )
+                found, pending = split_backward(roots, root_grads, [kept.inputs[i] for i in wanted], weights)
             except BaseException as error:
                 raise self._caller.failure("backward", error) from error
 
         def weigh() -> Gradients:
             with drawing(seed, LATER):
-                return pending.run()
+                return _of_all(parameters, weights, pending.run())
 
         return _in_place_of(wanted, dense(found), len(kept.inputs)), weigh
 
@@ -134,6 +135,19 @@ class Differentiator:
             check_grad_outputs(self._caller.name, call, kept.output_shapes)
         check_same_shapes(self._caller.name, kept.output_shapes, outputs.shapes)
         return outputs.tensors
+
+
+def _trained_now(parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+    """Return those that are not frozen: a forward may have changed which."""
+    return [p for p in parameters if p.requires_grad]
+
+
+def _of_all(parameters: Sequence[nn.Parameter], some: Sequence[nn.Parameter], grads: Gradients) -> Gradients:
+    """Return a gradient for each parameter, `None` for those that are not among `some`, which are in their order."""
+    if len(some) == len(parameters):
+        return grads
+    by_parameter = dict(zip(some, grads, strict=True))
+    return [by_parameter.get(parameter) for parameter in parameters]
 
 
 def _in_place_of(wanted: Sequence[int], found: Sequence[Tensor | None], num_inputs: int) -> Reply:

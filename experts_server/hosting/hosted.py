@@ -128,11 +128,12 @@ class HostedExpert:
     def _make_trainer(self, training: Training, memory: SharedMemory) -> Trainer:
         return Trainer(
             self.name,
-            [p for p in self.module.parameters() if p.requires_grad],
+            training.weights_of(self.module),
             training,
             memory.gathered,
             max_age_s=memory.max_gathered_age_s,
             after_update=self.kept.remove_graphs,  # rule 4
+            untrained=training.untrained_of(self.module),
         )
 
     # ---- memory

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import nn
 from experts_server.budget import Budget
 from experts_server.configuration.config import UpdateMode
 from experts_server.hosting.calls import Expected
-from experts_server.hosting.checks import check_finite
+from experts_server.hosting.checks import check_finite, check_frozen
 from experts_server.hosting.gathered import Gathered, GatheredGradients
 from experts_server.hosting.gradients import (
     Gradients,
@@ -77,6 +77,16 @@ class Training:
         ]
         return copy.deepcopy((groups, {} if self.schedule is None else self.schedule.state_dict()))
 
+    def weights_of(self, module: nn.Module) -> list[nn.Parameter]:
+        """Return those that get gradients: also frozen ones that the optimizer has, as they may thaw."""
+        untrained = set(self.untrained_of(module).values())
+        return [parameter for parameter in module.parameters() if parameter not in untrained]
+
+    def untrained_of(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the frozen ones that no optimizer has, by name."""
+        own = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+        return {key: p for key, p in module.named_parameters() if not (p.requires_grad or p in own)}
+
 
 class Trainer:
     """Takes in the gradients of one expert's parameters and updates them.
@@ -88,6 +98,7 @@ class Trainer:
         budget: the bytes that gathered gradients of all experts share.
         max_age_s: how long gradients wait for their client.
         after_update: called after each update, also one that failed half way: the weights are no longer what they were.
+        untrained: weights that are to stay frozen, by name.
 
     Threads: one at a time, as the expert itself.
     """
@@ -101,6 +112,7 @@ class Trainer:
         *,
         max_age_s: float,
         after_update: Callable[[], None],
+        untrained: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         self.name = name
         self.parameters = parameters
@@ -108,6 +120,7 @@ class Trainer:
         self.gathered = GatheredGradients(budget, max_age_s)
         self.num_updates = 0
         self._after_update = after_update
+        self._untrained = untrained or {}
         self.schedule_end: str | None = None  # what the schedule raised
 
     def __repr__(self) -> str:
@@ -127,7 +140,9 @@ class Trainer:
             InvalidCallError: they, or their sum with those before, are not finite, or there will never be room for
                 them. Nothing was changed.
             ServerBusyError: there is no room for more of them. Nothing was changed.
+            ExpertFailedError: a weight that no optimizer has was thawed. Nothing was changed.
         """
+        check_frozen(self.name, self._untrained)
         if self.training.update == "on_backward":
             check_finite(self.name, new, "weight gradient")
             self._update(new)

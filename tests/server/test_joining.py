@@ -55,11 +55,12 @@ def hosted(
     gathered_bytes: int = 1 << 20,
     can_join: bool = True,
     split: bool = False,
+    weights: list[nn.Parameter] | None = None,
 ) -> HostedExpert:
     memory = SharedMemory(
         KeptForwards(1 << 20, 60), Budget(gathered_bytes, "gathered"), Budget(1 << 20, "replies")
     )
-    trained = [p for p in module.parameters() if p.requires_grad]
+    trained = weights or [p for p in module.parameters() if p.requires_grad]
     training = None if update is None else Training(torch.optim.SGD(trained, lr=0.1), update)
     saving = MemoryConfig(split_backward=split)
     return HostedExpert("e", module, training, memory, can_join=can_join, saving=saving)
