@@ -21,7 +21,7 @@ from torch.optim import lr_scheduler
 
 from experts_server.configuration.config import ExpertConfig, OptimizerConfig, ScheduleConfig, UpdateMode
 from experts_server.configuration.mistakes import did_you_mean
-from experts_server.hosting.checks import check_calls, check_parts, check_weights
+from experts_server.hosting.checks import check_all_are_own, check_calls, check_parts, check_weights
 from experts_server.hosting.modules import IdentityExpert, TransformerExpert
 from experts_server.hosting.training import Training
 from moe_autograd.errors import ConfigError
@@ -132,13 +132,15 @@ def build_optimizer(
     """Return what `make` makes of an expert's parameters; `None` without a maker or without anything to train.
 
     Raises:
-        ConfigError: a part of the module is trained elsewhere.
+        ConfigError: a part of the module is trained elsewhere, or the optimizer has weights that are not the module's.
     """
     if make is None:
         return None
     check_parts(f"expert {name!r}", module)
     wanted = [p for p in module.parameters() if p.requires_grad]
-    return make(wanted) if wanted else None
+    made = make(wanted) if wanted else None
+    check_all_are_own(f"expert {name!r}", module, made)
+    return made
 
 
 def why_it_cannot_step(optimizer: torch.optim.Optimizer) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,6 +61,25 @@ def check_parts(place: str, module: nn.Module) -> None:
         raise ConfigError(
             f"{place}: expected a module that is trained here as a whole, got {f'a part {name!r}' if name else 'one'} "
             f"that is on a server or offloaded, whose weights would get no gradient. {_INSTEAD}"
+        )
+
+
+def check_all_are_own(place: str, module: nn.Module, optimizer: object) -> None:
+    """Raise `ConfigError` for an optimizer with more weights than the module's, which would get no gradients.
+
+    One may have others in their place: copies of more bits, or all of them in one.
+    """
+    groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
+    held = {parameter for group in groups for parameter in group["params"]}
+    own = set(module.parameters())
+    missing = [parameter for parameter in own - held if parameter.requires_grad]
+    others = held - own
+    if len(others) > len(missing):
+        shapes = sorted(str(tuple(other.shape)) for other in others)
+        raise ConfigError(
+            f"{place}: expected an optimizer of weights of this module, got one with {len(others)} that are not among "
+            f"its parameters() (shapes: {', '.join(shapes[:4])}). They would get no gradient here. Register them in "
+            "the module, and give each expert an optimizer of its own."
         )
 
 

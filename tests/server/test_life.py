@@ -85,6 +85,32 @@ def test_an_optimizer_whose_steps_would_all_fail_is_refused_before_it_starts(
         ExpertsServer({"e": nn.Linear(D, D)}, optimizer=optimizer)
 
 
+OTHER = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [lambda own: [*own, OTHER], lambda own: [own[0], OTHER, nn.Parameter(torch.ones(2))]],
+    ids=["one more", "others for one"],
+)
+def test_an_optimizer_of_more_weights_than_the_modules_is_refused_before_it_starts(weights: Any) -> None:
+    text = r"expert 'e': expected an optimizer of weights of this module, got one with . that are not .*s: .*\(3,\)"
+    with pytest.raises(ConfigError, match=text):
+        ExpertsServer(
+            {"e": nn.Linear(D, D)}, optimizer=lambda own: torch.optim.SGD(weights(list(own)), lr=0.1)
+        )
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [lambda own: own[:1], lambda own: [p.detach().double() for p in own], lambda own: [own[1], OTHER]],
+    ids=["fewer", "copies of all", "one in place of another"],
+)
+def test_an_optimizer_may_have_fewer_weights_or_copies_of_them(weights: Any) -> None:
+    """As one that steps copies of more bits has, and writes them to the module itself."""
+    ExpertsServer({"e": nn.Linear(D, D)}, optimizer=lambda own: torch.optim.SGD(weights(list(own)), lr=0.1))
+
+
 @pytest.mark.parametrize("name", ["../e", "", "a/b", ".e", "e" * 129])
 def test_an_expert_after_which_no_file_could_be_named_is_refused_before_it_starts(name: str) -> None:
     with pytest.raises(ConfigError, match=r"server: expert name .*: expected letters, .* Rename it\."):
