@@ -21,7 +21,13 @@ from torch.optim import lr_scheduler
 
 from experts_server.configuration.config import ExpertConfig, OptimizerConfig, ScheduleConfig, UpdateMode
 from experts_server.configuration.mistakes import did_you_mean
-from experts_server.hosting.checks import check_all_are_own, check_calls, check_parts, check_weights
+from experts_server.hosting.checks import (
+    check_all_are_own,
+    check_calls,
+    check_hooks,
+    check_parts,
+    check_weights,
+)
 from experts_server.hosting.modules import IdentityExpert, TransformerExpert
 from experts_server.hosting.training import Training
 from moe_autograd.errors import ConfigError
@@ -90,11 +96,12 @@ def build_training(
 
     Raises:
         ConfigError: the optimizer or schedule does not exist, does not take these arguments, or cannot work here; or
-            a part of the module is trained elsewhere.
+            a part of the module is trained elsewhere, or a weight has a hook that would not run.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     if config is not None:
         check_parts(f"config, expert {name!r}", module)
+        check_hooks(f"config, expert {name!r}", module)
     if config is None or not parameters:
         return None
     place = f"config, expert {name!r}, key 'optimizer"
@@ -132,11 +139,13 @@ def build_optimizer(
     """Return what `make` makes of an expert's parameters; `None` without a maker or without anything to train.
 
     Raises:
-        ConfigError: a part of the module is trained elsewhere, or the optimizer has weights that are not the module's.
+        ConfigError: a part of the module is trained elsewhere, a weight has a hook that would not run, or the
+            optimizer has weights that are not the module's.
     """
     if make is None:
         return None
     check_parts(f"expert {name!r}", module)
+    check_hooks(f"expert {name!r}", module)
     wanted = [p for p in module.parameters() if p.requires_grad]
     made = make(wanted) if wanted else None
     check_all_are_own(f"expert {name!r}", module, made)

@@ -12,11 +12,15 @@ from experts_server.hosting.calls import BackwardCall, ForwardCall
 from experts_server.hosting.gradients import Gradients, are_surely_finite, is_finite
 from experts_server.spec import InputSpec
 from moe_autograd.autograd.anchors import lead_to_anchors, trained_elsewhere
+from moe_autograd.autograd.offload import checks as offload_checks
 from moe_autograd.autograd.offload.flat import is_made_of_others
 from moe_autograd.autograd.walks import Edge
 from moe_autograd.errors import ConfigError, ExpertFailedError, ExpertNotFoundError, InvalidCallError
 
 _INSTEAD = "Let clients call it, beside this one, or freeze it: requires_grad_(False)."
+_INSTEAD_OF_HOOKS = (
+    "Let the optimizer's step do it, such as by register_step_pre_hook, or set clip_grad_value."
+)
 
 
 def check_calls(place: str, module: nn.Module) -> None:
@@ -62,6 +66,35 @@ def check_parts(place: str, module: nn.Module) -> None:
             f"{place}: expected a module that is trained here as a whole, got {f'a part {name!r}' if name else 'one'} "
             f"that is on a server or offloaded, whose weights would get no gradient. {_INSTEAD}"
         )
+
+
+def check_hooks(place: str, module: nn.Module) -> None:
+    """Raise `ConfigError` for a module, to be trained, with hooks that would never run: gradients gather by client."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and _is_hooked(parameter):
+            raise ConfigError(
+                f"{place}: expected weights without post-accumulate-grad hooks, got one on {name!r}. Gradients gather "
+                f"by client here, and not in .grad. {_INSTEAD_OF_HOOKS}"
+            )
+
+
+def check_late_hooks(expert: str, parameters: Sequence[nn.Parameter]) -> None:
+    """Raise `ExpertFailedError` if such a hook has come since."""
+    for parameter in parameters:
+        if parameter._post_accumulate_grad_hooks and _is_hooked(parameter):
+            raise ExpertFailedError(
+                f"expert {expert!r}: expected weights without post-accumulate-grad hooks, got one on a weight of shape "
+                f"{tuple(parameter.shape)}. Nothing was changed. {_INSTEAD_OF_HOOKS}"
+            )
+
+
+def _is_hooked(parameter: nn.Parameter) -> bool:
+    """Whether a post-accumulate-grad hook of a user is on a weight: offloading has some of its own."""
+    try:
+        offload_checks.check_hooks("", {"": parameter})
+    except ValueError:
+        return True
+    return False
 
 
 def check_all_are_own(place: str, module: nn.Module, optimizer: object) -> None:

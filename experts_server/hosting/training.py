@@ -26,7 +26,7 @@ from torch import nn
 from experts_server.budget import Budget
 from experts_server.configuration.config import UpdateMode
 from experts_server.hosting.calls import Expected
-from experts_server.hosting.checks import check_finite, check_frozen
+from experts_server.hosting.checks import check_finite, check_frozen, check_late_hooks
 from experts_server.hosting.gathered import Gathered, GatheredGradients
 from experts_server.hosting.gradients import (
     Gradients,
@@ -204,6 +204,7 @@ class Trainer:
         """Apply one update; a parameter without a gradient is skipped, as in torch."""
         if all(grad is None for grad in grads):
             return
+        check_late_hooks(self.name, self.parameters)
         if self.schedule_end is not None:
             raise ExpertFailedError(
                 f"expert {self.name!r}: expected a schedule that goes on, got one that ended with update "

@@ -22,6 +22,7 @@ from experts_server.configuration.config import ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.gated import Gated, Waiting
+from tests.support.hosting import sgd
 from tests.support.servers import START_S, WireClient, tokens, wait_until
 from tests.support.subprocesses import assert_prints
 
@@ -109,6 +110,24 @@ def test_an_optimizer_of_more_weights_than_the_modules_is_refused_before_it_star
 def test_an_optimizer_may_have_fewer_weights_or_copies_of_them(weights: Any) -> None:
     """As one that steps copies of more bits has, and writes them to the module itself."""
     ExpertsServer({"e": nn.Linear(D, D)}, optimizer=lambda own: torch.optim.SGD(weights(list(own)), lr=0.1))
+
+
+def test_a_hook_of_gathered_gradients_is_refused_before_the_start_and_before_an_update() -> None:
+    """It would never run: clipping in it was left out."""
+    module = nn.Linear(D, D)
+    text = "expected weights without post-accumulate-grad hooks, got one on"
+    with ExpertsServer({"e": module}, optimizer=sgd) as server, WireClient(server.address) as client:
+        assert client.forward("e", tokens(2, D)).code == "OK"
+        assert client.backward("e", tokens(2, D)).code == "OK"
+        before = client.get_state()
+        module.weight.register_post_accumulate_grad_hook(lambda weight: None)
+        assert text in client.step().updates[0].status.message
+        torch.testing.assert_close(client.get_state(), before, rtol=0, atol=0)
+    with pytest.raises(ConfigError, match=f"expert 'e': {text} 'weight'"):
+        ExpertsServer({"e": module}, optimizer=sgd)
+    for optimizer, is_frozen in ((None, False), (sgd, True)):
+        module.weight.requires_grad_(not is_frozen)
+        ExpertsServer({"e": module}, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("name", ["../e", "", "a/b", ".e", "e" * 129])
