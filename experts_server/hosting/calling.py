@@ -60,7 +60,7 @@ class ModuleCaller:
         self.random = RandomStream(name, module)
         self.changes_inputs = False  # in place; found out
         # By `evaluate`: whether it changes its buffers, as spectral normalization does; found out at the first call.
-        self._with_buffers = [part for part in module.modules() if part._buffers]
+        self._with_buffers = _with_buffers(module)  # as of the last call
         self.changes_buffers = {} if self._with_buffers else {True: False, False: False}
         tensors = chain(module.parameters(), module.buffers())
         self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
@@ -70,6 +70,7 @@ class ModuleCaller:
         # Which outputs were computed from which others, by the kind of a call, as the first graph of each has shown.
         self._uses: dict[object, tuple[int, ...]] = {}
         self._has_one_output = is_row_wise(module)
+        self._registers_none = self._has_one_output or all(map(_is_torchs, module.modules()))
 
     def __repr__(self) -> str:
         return f"<ModuleCaller of {self.name!r}, {type(self.module).__name__} on {self.device}>"
@@ -78,6 +79,11 @@ class ModuleCaller:
     def has_buffers(self) -> bool:
         """Whether there is something that a call might change."""
         return bool(self._with_buffers)
+
+    @property
+    def may_get_buffers(self) -> bool:
+        """Whether there is such, or a call may register it."""
+        return self.has_buffers or not self._registers_none
 
     def is_in_mode(self, evaluate: bool) -> bool:
         """Whether the module trains or evaluates as a call wants it."""
@@ -145,7 +151,7 @@ class ModuleCaller:
         if self.changes_inputs:  # those that were there already
             own = tuple([x.clone() if x is given else x for x, given in zip(own, inputs, strict=True)])
         versions = _versions_of(inputs)
-        looks = bool(self._with_buffers) and not self.changes_buffers.get(evaluate)
+        looks = not self.changes_buffers.get(evaluate)
         buffers = self._buffers_now() if looks else {}
         try:
             if self.random.is_silent:
@@ -159,6 +165,9 @@ class ModuleCaller:
                 raise self._explain(inputs, error) from error
             self.changes_inputs = True
             return self.call(inputs, evaluate, seed)
+        finally:
+            if not self._registers_none:
+                self._with_buffers = _with_buffers(self.module)
         if versions != _versions_of(inputs):
             self.changes_inputs = True
         if looks:
@@ -174,7 +183,7 @@ class ModuleCaller:
         keep theirs; of others that is not known: they may do so at any call, though they have not before.
         """
         self.set_mode(evaluate)
-        parts = [part for part in self._with_buffers if part.training or not _is_torchs(part)]
+        parts = [part for part in self.module.modules() if part.training or not _is_torchs(part)]
         before = [(part._buffers, dict(part._buffers.items())) for part in parts]
         copies = {b: b.detach().clone() for _, own in before for b in own.values() if b is not None}
         try:
@@ -266,8 +275,13 @@ def _versions_of(tensors: tuple[Tensor, ...]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
+def _with_buffers(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if part._buffers]
+
+
 def _is_torchs(part: nn.Module) -> bool:
-    return type(part).__module__.startswith("torch.nn.modules.")
+    is_bare = type(part) is nn.Module  # whatever somebody has put into it
+    return type(part).__module__.startswith("torch.nn.modules.") and not is_bare
 
 
 def _between(fewest: _Weight, most: _Weight, num_rows: int) -> int:

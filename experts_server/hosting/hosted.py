@@ -219,7 +219,7 @@ class HostedExpert:
         for call in calls:
             if not call.is_finite:
                 check_finite(self.name, call.inputs, "input")
-        if calls[0].may_train or not self.caller.has_buffers:
+        if any(call.may_train for call in calls) or not self.caller.may_get_buffers:
             answers = self._forwards(calls)
         else:
             with self.caller.on_copies_of_buffers(calls[0].evaluate):

@@ -94,6 +94,42 @@ def test_buffers_that_change_at_a_later_call_first_are_left_as_well() -> None:
         assert bits(expert.module) == before
 
 
+class Late(nn.Module):
+    """Has a buffer, or a part with one, since its first call only, and changes it in each."""
+
+    def __init__(self, *, in_part: bool) -> None:
+        super().__init__()
+        self.linear, self.in_part = nn.Linear(D, D, dtype=torch.float64), in_part
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_part and not hasattr(self, "part"):
+            self.part = nn.Module()
+        home = self.part if self.in_part else self
+        if not hasattr(home, "total"):
+            home.register_buffer("total", torch.zeros(D, dtype=torch.float64))
+        home.total += x.detach().sum(0)
+        y: Tensor = self.linear(x)
+        return y
+
+
+@pytest.mark.parametrize("in_part", [False, True])
+def test_buffers_that_come_with_the_first_call_are_left_as_well(in_part: bool) -> None:
+    expert = hosted(Late(in_part=in_part))
+    expert.forward([forward_call(1, rows(2, seed=1))])
+    before = bits(expert.module)
+    assert before
+    for evaluate in (False, True):
+        read(expert, evaluate=evaluate)
+        assert bits(expert.module) == before
+    assert expert.join_key(reader_call()) is None  # as it changes them
+
+
+def test_a_reader_that_comes_first_leaves_no_buffers() -> None:
+    expert = hosted(Late(in_part=False))
+    read(expert)
+    assert not bits(expert.module)
+
+
 def test_a_forward_of_a_reader_that_fails_leaves_buffers_as_they_were() -> None:
     for error in (ValueError("no"), SystemExit()):
         expert = hosted(Changing("in place", error=error))
