@@ -34,10 +34,20 @@ ROW_WISE = frozenset(
 )
 
 
+PUT_IN_PLACE = frozenset(["forward", "_call_impl", "_compiled_call_impl"])  # of an instance: what calls it
+
+
 def is_its_class(part: nn.Module) -> bool:
-    """Whether a part does what its class says: no hook makes it do more, nor an activation that is somebody's own."""
+    """Whether a part does what its class says.
+
+    Not where a hook makes it do more, where somebody's own function calls it or is its activation, or where a weight is
+    of a class that may compute otherwise (`__torch_function__`).
+    """
     is_given_a_function = isinstance(part, FeedForwardExpert) and not part.only_computes()
-    return not (is_watched(part) or is_given_a_function)
+    if is_given_a_function or is_watched(part) or not PUT_IN_PLACE.isdisjoint(part.__dict__):
+        return False
+    tensors = (*part._parameters.values(), *part._buffers.values())
+    return all(type(tensor) in (nn.Parameter, Tensor) for tensor in tensors if tensor is not None)
 
 
 def is_row_wise(module: nn.Module) -> bool:

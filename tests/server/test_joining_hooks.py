@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from moe_autograd.errors import ExpertFailedError
@@ -27,12 +28,38 @@ def _with_a_mask() -> nn.Module:
     return module
 
 
+class CountsTwice(Tensor):
+    """A weight that a linear layer counts twice."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear:
+            return super().__torch_function__(func, types, args, kwargs)
+        x, weight, bias = args
+        return F.linear(x, 2 * weight.as_subclass(Tensor), bias)
+
+
+def _with_a_weight_of_a_class() -> nn.Module:
+    module = nn.Linear(D, D, dtype=torch.float64)
+    module.weight = nn.Parameter(module.weight.detach().as_subclass(CountsTwice))
+    return module
+
+
+def _called_otherwise(name: str) -> nn.Module:
+    module = nn.Linear(D, D, dtype=torch.float64)
+    module.__dict__[name] = lambda x: 2 * F.linear(x, module.weight, module.bias)
+    return module
+
+
 CHANGED_ON_THE_WAY: dict[str, Callable[[], nn.Module]] = {
     "in place": lambda: nn.Sequential(nn.Linear(D, D), nn.ReLU(inplace=True), nn.Linear(D, D)).double(),
     "pruned": lambda: prune.random_unstructured(nn.Linear(D, D).double(), "weight", 0.5),
     "hook on a layer": lambda: _with_a_hook(lambda _, __, y: 2 * y),
     "hook on a weight": _with_a_mask,
     "activation in place": lambda: FeedForwardExpert(D, activation=torch.relu_, dtype=torch.float64),
+    "weight of a class of one's own": _with_a_weight_of_a_class,
+    "_call_impl put into the instance": lambda: _called_otherwise("_call_impl"),
+    "_compiled_call_impl put into the instance": lambda: _called_otherwise("_compiled_call_impl"),
 }
 
 
