@@ -17,7 +17,7 @@ from experts_server.hosting.checks import check_calls, check_reached, check_weig
 from experts_server.hosting.gradients import GraphWeigher
 from experts_server.hosting.kept import SAVED_BYTES
 from experts_server.hosting.randomness import RandomStream
-from experts_server.hosting.separating import is_row_wise
+from experts_server.hosting.separating import LateHooks, is_row_wise
 from experts_server.spec import infer_spec
 from moe_autograd._contexts import contextmanager
 from moe_autograd.autograd.modules.computed_from import uses_of
@@ -69,8 +69,9 @@ class ModuleCaller:
         self._weights: dict[tuple[bool, torch.Size], tuple[_Weight, _Weight]] = {}
         # Which outputs were computed from which others, by the kind of a call, as the first graph of each has shown.
         self._uses: dict[object, tuple[int, ...]] = {}
-        self._has_one_output = is_row_wise(module)
-        self._registers_none = self._has_one_output or all(map(_is_torchs, module.modules()))
+        self._is_row_wise = is_row_wise(module)
+        self._registers_none = self._is_row_wise or all(map(_is_torchs, module.modules()))
+        self.late_hooks = LateHooks(module)
 
     def __repr__(self) -> str:
         return f"<ModuleCaller of {self.name!r}, {type(self.module).__name__} on {self.device}>"
@@ -84,6 +85,10 @@ class ModuleCaller:
     def may_get_buffers(self) -> bool:
         """Whether there is such, or a call may register it."""
         return self.has_buffers or not self._registers_none
+
+    @property
+    def _has_one_output(self) -> bool:
+        return self._is_row_wise and not self.late_hooks
 
     def is_in_mode(self, evaluate: bool) -> bool:
         """Whether the module trains or evaluates as a call wants it."""

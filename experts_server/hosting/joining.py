@@ -49,7 +49,8 @@ class Joiner:
     def __init__(self, caller: ModuleCaller, training: Training | None, *, can_join: bool) -> None:
         self.can_join = can_join and caller.spec.width is not None and not _mixes_rows(caller.module)
         self.draws_random_numbers = False  # in training; found out
-        self._is_known = is_row_wise(caller.module)
+        self._is_known = is_row_wise(caller.module)  # as long as no hooks come
+        self._had_late_hooks = False
         self._num_joined = 0
         self._caller = caller
         self._can_take_in = (
@@ -74,7 +75,7 @@ class Joiner:
             return None
         takes_in = call.wants_weight_grads and self._is_trained
         has_graph = kept is not None and kept.outputs is not None
-        if has_graph or (takes_in and not self._can_take_in):
+        if has_graph or (takes_in and not (self._can_take_in and not self._caller.late_hooks)):
             return None
         rows = self._row_key(inputs[0], call.evaluate if kept is None else kept.evaluate)
         grad = call.grad_outputs[0]
@@ -153,8 +154,11 @@ class Joiner:
         Raises:
             ExpertFailedError: a row's result depends on other rows. Nothing is joined any more.
         """
+        has_late_hooks = bool(self._caller.late_hooks)
+        if has_late_hooks is not self._had_late_hooks:  # what was found out may be so no more
+            self._num_joined, self._had_late_hooks = 0, has_late_hooks
         self._num_joined += 1
-        if self._num_joined & (self._num_joined - 1) or self._is_known:
+        if self._num_joined & (self._num_joined - 1) or (self._is_known and not has_late_hooks):
             return
         for own in (slice(0, sizes[0]), slice(x.shape[0] - sizes[-1], x.shape[0])):
             with torch.no_grad():

@@ -6,7 +6,7 @@ forward, and an expert that may draw random numbers draws them from generators o
 hands them to the operators). Where none came, forwards that may have a backward take one from the expert's own stream,
 and all else draws from that. It begins where the expert's name and the process's seed tell, and takes nothing from the
 process's generator, which belongs to whoever has made a server in his own process. An expert made only of layers known
-to draw nothing, without hooks, pays nothing for this.
+to draw nothing, as long as it has no hooks, pays next to nothing for this.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from experts_server.hosting.separating import ROW_WISE, is_its_class
+from experts_server.hosting.separating import ROW_WISE, LateHooks, is_its_class
 from moe_autograd._contexts import contextmanager
 from moe_autograd._random import GivenSeeds, own_streams, running
 
@@ -44,17 +44,24 @@ class RandomStream:
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        may_draw = not all(type(part) in DRAWS_NOTHING and is_its_class(part) for part in module.modules())
-        self._seeds = _seeds_of(name) if may_draw else None
+        self._draws_nothing = all(
+            type(part) in DRAWS_NOTHING and is_its_class(part) for part in module.modules()
+        )
+        self._late_hooks = LateHooks(module)
+        self._seeds = _seeds_of(name)
         found = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
         self._devices = [CPU, *sorted(found - {CPU}, key=str)]
         self._latest: GivenSeeds | None = None
-        self.is_silent = self._seeds is None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether its module is known to draw nothing."""
+        return self._draws_nothing and not self._late_hooks
 
     @contextmanager
     def drawing(self, seed: int = 0, part: int = FORWARD) -> Iterator[None]:
         """Let random operators of this thread draw from this stream; with a seed, what always follows that."""
-        if self._seeds is None:
+        if self.is_silent:
             yield
             return
         self._latest = GivenSeeds(seed) if seed else None
@@ -65,11 +72,11 @@ class RandomStream:
     @property
     def has_drawn(self) -> bool:
         """Whether the latest call had a seed, and drew."""
-        return self._latest is not None and self._latest.has_drawn
+        return self._latest is not None and self._latest.has_drawn and not self.is_silent
 
     def state(self) -> Tensor | None:
         """Return where the stream is, on the CPU and on the module's devices; `None` if nothing is drawn from it."""
-        if self._seeds is None:
+        if self.is_silent:
             return None
         states = [generator.get_state() for generator in self._generators(self._seeds)]
         return states[0] if len(states) == 1 else torch.cat(states)
@@ -81,7 +88,7 @@ class RandomStream:
 
     def set_state(self, state: Tensor | None) -> None:
         """Go on from `state`, if there is one; on the devices whose part is there."""
-        if self._seeds is None or state is None:
+        if state is None or self.is_silent:
             return
         for generator in self._generators(self._seeds):
             own, state = state.tensor_split([len(generator.get_state())])
@@ -90,7 +97,7 @@ class RandomStream:
 
     def next_seed(self) -> int:
         """Return a seed for `drawing`; 0 if nothing is drawn."""
-        if self._seeds is None:
+        if self.is_silent:
             return 0
         drawn = torch.empty((), dtype=torch.int64, device="cpu")
         return int(drawn.random_(1, None, generator=self._seeds.generator(0, CPU)))

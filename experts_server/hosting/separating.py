@@ -15,14 +15,15 @@ Modules with any other part are not separated: their calls are computed one by o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from experts_server.hosting.gradients import Gradients
 from experts_server.hosting.modules import IdentityExpert
 from moe_autograd._contexts import contextmanager
-from moe_autograd.autograd.in_turn import is_watched
+from moe_autograd.autograd.in_turn import HOOKS, HOOKS_OF_ALL, is_watched
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 
 ROW_WISE = frozenset(
@@ -67,6 +68,38 @@ def is_separable(module: nn.Module) -> bool:
     trained = [p for p in module.parameters() if p.requires_grad]
     are_plain = all(id(p) in own and not p._backward_hooks for p in trained)
     return is_row_wise(module) and not is_in_place and are_plain
+
+
+class LateHooks:
+    """Tells whether a module whose parts were looked at has been given hooks since.
+
+    They are seen as soon as they are there: on a part, on a weight, on all modules, or a function put into an instance
+    in the place of what calls it. To look at all parts again would take a tenth of the time of a small call. Parts,
+    weights and activations that are put in the place of others are not seen.
+
+    Args:
+        module: as it was looked at.
+
+    Threads: may be asked from any.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        instances = [part.__dict__ for part in module.modules()]
+        self._names = [instance.keys() for instance in instances]
+        own = [instance[kind] for instance in instances for kind in HOOKS if kind in instance]
+        self._hooks: list[Mapping[int, Any]] = [*HOOKS_OF_ALL, *own]
+        self._weights = list(module.parameters())
+
+    def __bool__(self) -> bool:
+        """Whether there are any; what a tape notes with are none."""
+        if any(self._hooks) and not all(map(_is_of_a_tape, self._found())):
+            return True
+        if not all(names.isdisjoint(PUT_IN_PLACE) for names in self._names):
+            return True
+        return any(weight._backward_hooks for weight in self._weights)
+
+    def _found(self) -> list[Any]:
+        return [hook for hooks in self._hooks if hooks for hook in list(hooks.values())]
 
 
 class LinearTape:
@@ -124,3 +157,7 @@ class LinearTape:
 def _add(found: dict[int, Tensor], parameter: Tensor, grad: Tensor) -> None:
     before = found.get(id(parameter))
     found[id(parameter)] = grad if before is None else before + grad
+
+
+def _is_of_a_tape(hook: Any) -> bool:
+    return getattr(hook, "__func__", None) is LinearTape._note

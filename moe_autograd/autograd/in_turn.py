@@ -98,13 +98,13 @@ _WERE_REPLACED = {
     if not all(map(is_torchs_own, [forward, *[function for *_, function in _FUNCTIONAL[kind]]]))
 }
 
-_HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (
+HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (
     module_globals._global_forward_hooks,
     module_globals._global_forward_pre_hooks,
     module_globals._global_backward_hooks,
     module_globals._global_backward_pre_hooks,
 )
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def call_in_turn(
@@ -185,7 +185,7 @@ def _way_of(
         modules: the callables; `args`, `kwargs`, `only_small` and `how` are those of `call_in_turn`.
         most: how much work a small call is at most.
     """
-    if any(_HOOKS_OF_ALL):
+    if any(HOOKS_OF_ALL):
         return None
     are_seen, are_read = _is_seen_by_others(), True
     draws, callees = are_seen, Callees()
@@ -266,7 +266,7 @@ def _computed(module: Any, x: Tensor) -> Any:
 
 def is_small(module: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Whether a call, with one intra-op thread, takes less time than a thread costs, and can neither wait nor draw."""
-    size, kinds = None if any(_HOOKS_OF_ALL) else size_of(args), set[type[nn.Module]]()
+    size, kinds = None if any(HOOKS_OF_ALL) else size_of(args), set[type[nn.Module]]()
     work = None if size is None else work_of(module, size, {}, kinds)
     if work is None or work.most > MOST_SMALL or work.draws:
         return False
@@ -276,7 +276,7 @@ def is_small(module: Callable[..., Any], args: Sequence[Any]) -> bool:
 def is_watched(module: nn.Module) -> bool:
     """Whether something of a user's sees the module's calls: hooks, or a `forward` put into the instance."""
     own = module.__dict__
-    return any(_HOOKS_OF_ALL) or "forward" in own or any(own[kind] for kind in _HOOKS)
+    return any(HOOKS_OF_ALL) or "forward" in own or any(own[kind] for kind in HOOKS)
 
 
 def most_small(max_concurrency: int | None = None) -> float:

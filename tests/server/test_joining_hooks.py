@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
 
+from experts_server.hosting.separating import LateHooks, LinearTape
 from moe_autograd.errors import ExpertFailedError
 from moe_autograd.moe.experts import FeedForwardExpert
-from tests.server.test_joining import D, backward_call, forward_call, hosted, rows, step
+from tests.server.test_joining import D, Scaled, backward_call, forward_call, hosted, rows, step
 
 
 def _with_a_hook(hook: Callable[..., Any]) -> nn.Module:
@@ -88,3 +91,89 @@ def test_rows_that_a_hook_mixes_are_not_joined() -> None:
     with pytest.raises(ExpertFailedError, match="its calls are computed one by one"):
         expert.forward([forward_call(client, rows(2, seed=client)) for client in range(2)])
     assert expert.join_key(forward_call(0, rows(2, seed=0))) is None
+
+
+def _mixed(_: Any, __: Any, y: Tensor) -> Tensor:
+    return y - y.mean(0)
+
+
+@contextmanager
+def _a_hook_on(module: nn.Module) -> Iterator[None]:
+    hook = module.register_forward_hook(_mixed)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _a_hook_on_all(module: nn.Module) -> Iterator[None]:
+    hook = register_module_forward_hook(lambda part, x, y: _mixed(part, x, y) if part is module else None)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _a_forward_put_into(module: nn.Module) -> Iterator[None]:
+    module.forward = lambda x: x - x.mean(0)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+LATE = {
+    "hook": _a_hook_on,
+    "hook on all modules": _a_hook_on_all,
+    "forward put into the instance": _a_forward_put_into,
+}
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(D, D, dtype=torch.float64), Scaled], ids=["linear", "own"]
+)
+@pytest.mark.parametrize("name", LATE)
+def test_rows_that_are_mixed_once_it_is_hosted_are_not_joined(
+    name: str, make: Callable[[], nn.Module]
+) -> None:
+    expert = hosted(make())
+    calls = [forward_call(client, rows(2, seed=client)) for client in range(2)]
+    for _ in range(4):  # after the 4th, the 8th were looked at
+        expert.forward(calls)
+    with LATE[name](expert.module):
+        with pytest.raises(ExpertFailedError, match="its calls are computed one by one"):
+            expert.forward(calls)
+        assert expert.join_key(calls[0]) is None
+
+
+def test_a_hook_that_comes_to_a_weight_once_it_is_hosted_sees_the_gradient_of_each_client() -> None:
+    expert = hosted(nn.Sequential(layer := nn.Linear(D, D, dtype=torch.float64)))
+    call = backward_call(0, rows(2, seed=9), inputs=(rows(2, seed=0),), wants_weight_grads=True)
+    assert expert.join_key(call) is not None
+    hook = layer.weight.register_hook(lambda grad: 2 * grad)
+    assert expert.join_key(call) is None
+    hook.remove()
+    assert expert.join_key(call) is not None
+
+
+def test_a_hook_that_draws_once_it_is_hosted_ends_the_joining_in_training() -> None:
+    expert = hosted(nn.Linear(D, D, dtype=torch.float64))
+    calls = [forward_call(client, rows(2, seed=client)) for client in range(2)]
+    expert.forward(calls)
+    expert.module.register_forward_hook(lambda _, __, y: F.dropout(y, 0.5))
+    with pytest.raises(ExpertFailedError, match="expected no random numbers in a joined call"):
+        expert.forward(calls)
+    assert expert.join_key(calls[0]) is None
+
+
+def test_what_a_tape_notes_with_is_no_late_hook() -> None:
+    module = nn.Sequential(nn.Linear(D, D), nn.ReLU())
+    late_hooks = LateHooks(module)
+    with LinearTape(module).recording():
+        assert not late_hooks
+        hook = module[0].register_forward_hook(_mixed)
+        assert late_hooks
+    hook.remove()
+    assert not late_hooks

@@ -76,6 +76,17 @@ def test_what_is_drawn_in_a_part_known_to_draw_nothing_is_drawn_again_for_the_ba
     torch.testing.assert_close(answers[1].tensors, answers[0].tensors)
 
 
+@pytest.mark.parametrize("seed", [0, 5])
+def test_what_a_hook_draws_that_comes_once_it_is_served_is_drawn_again_for_the_backward(seed: int) -> None:
+    layer, x = nn.Linear(16, 16, bias=False), torch.ones(8, 16)
+    with ExpertsServer({"e": layer}, config={"memory": {"recompute": True}}) as server:
+        layer.register_forward_hook(lambda _, __, y: torch.dropout(y, 0.5, True))
+        with WireClient(server.address) as client:
+            (y,) = client.forward("e", x, call_id=1, random_seed=seed, keep_graph=True).tensors
+            (grad,) = client.backward("e", x, call_id=1, wants_input_grads=[True]).tensors
+    torch.testing.assert_close(grad, (2.0 * (y != 0)) @ layer.weight.detach())
+
+
 def test_after_a_restart_an_expert_draws_on_from_where_it_was(tmp_path: Path) -> None:
     def draw(folder: Path, num_calls: int, seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
