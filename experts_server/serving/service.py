@@ -161,6 +161,7 @@ class Service:
     async def _info(self, _: pb.InfoRequest) -> pb.InfoReply:
         for info, queue in zip(self._info_reply.experts, self.registry.values(), strict=True):
             info.num_updates, info.replica = queue.hosted.num_updates, queue.hosted.replica
+            info.may_draw = not queue.hosted.caller.random.is_silent  # hooks may have come
         self._info_reply.up_for_s = time.monotonic() - self._started_at
         return self._info_reply
 
@@ -292,5 +293,4 @@ def _expert_info(hosted: HostedExpert, layout: int) -> pb.ExpertInfo:
         optimizer=type(training.optimizer).__name__ if training is not None else "",
         wants_hints=hosted.wants_hints,
         layout=layout,
-        may_draw=not hosted.caller.random.is_silent,
     )

@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from experts_server import ExpertsServer
 from experts_server.configuration.config import LimitsConfig, MemoryConfig, ServingConfig
@@ -87,3 +88,15 @@ def test_after_an_update_too() -> None:
         RemoteOptimizer(experts).step()
         experts.load_state_dict(before)
         check_gradients(experts, xs, ys)
+
+
+def test_a_client_that_connects_once_a_hook_draws_sends_what_it_draws_from() -> None:
+    layer, x = nn.Linear(16, 16, bias=False), torch.ones(8, 16, requires_grad=True)
+    with ExpertsServer({"e": layer}, optimizer=sgd) as server:
+        layer.register_forward_hook(lambda _, __, y: torch.dropout(y, 0.5, True))
+        with connect(server.address) as experts:
+            y = checkpoint(
+                experts["e"], x, use_reentrant=True
+            )  # draws twice: with what the client has restored
+            y.sum().backward()
+    torch.testing.assert_close(x.grad, (2.0 * (y != 0)) @ layer.weight.detach())
