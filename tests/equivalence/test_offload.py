@@ -191,6 +191,51 @@ def test_buffers_that_are_replaced_in_inference_mode() -> None:
     assert_same_weights(experts, plain)
 
 
+class SharesBuffer(nn.Module):
+    """Its parts have one buffer, and in training get a new one; all of them, or only the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.BatchNorm1d(2)])
+        self.num_renewed = len(self.parts)
+        for part in self.parts:
+            part.running_mean = self.parts[0].running_mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.parts[0].num_batches_tracked += 1
+        if self.training:
+            mean = 0.9 * self.parts[0].running_mean + x.detach().mean(0)
+            for part in self.parts[: self.num_renewed]:
+                part.running_mean = mean
+        return sum(i * x * part.running_mean for i, part in enumerate(self.parts, 1))
+
+
+def test_a_buffer_that_parts_share_and_that_is_replaced_in_all_of_them() -> None:
+    """Only the first part had got what comes and goes."""
+    experts, plain = both(SharesBuffer, num=3, optimizer=None)
+    for step in range(6):
+        for i, module in enumerate(plain):
+            x = torch.full((4, 2), step + i + 1.0)
+            results = [one.train(step % 3 != 2)(x) for one in (experts[i], module)]
+            assert torch.equal(*results), (step, i)
+    assert_same_weights(experts, plain)
+
+
+def test_a_call_that_is_refused_leaves_parts_the_buffer_that_they_share() -> None:
+    experts, plain = both(SharesBuffer, num=3, optimizer=None)
+    x = torch.ones(4, 2)
+    module = experts[0].stands_for
+    module.num_renewed = 1
+    with pytest.raises(RuntimeError, match=r"expected a call to leave no parts\.1\.running_mean"):
+        experts[0](x)
+    plain[0].parts[0].num_batches_tracked += 1  # in place, as the refused call did
+    assert_same_weights(experts, plain)
+    module.num_renewed = 3
+    for _ in range(2):
+        assert torch.equal(experts[0](x), plain[0](x))
+    assert_same_weights(experts, plain)
+
+
 def test_sparse_gradients() -> None:
     experts, plain = both(lambda: nn.Embedding(10, 8, sparse=True), optimizer=OPTIMIZERS["sgd"])
     for _ in range(2):

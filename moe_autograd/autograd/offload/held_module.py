@@ -50,6 +50,8 @@ class HeldModule:
         tensors = self._tensors()
         check_values(name, tensors, residency.device)
         self.tensors = dict(tensors)
+        # of each name that a tensor has in the module, the one that it has here
+        self._own_names = self._all_names(tensors)
         self._kept_views = KeptViews(module, self.tensors)
         # what calls have put into the cache of `parametrize.cached()`, by its keys there, if it has a graph
         self._in_cache: dict[object, weakref.ref[Tensor]] = {}
@@ -64,6 +66,13 @@ class HeldModule:
 
     def _tensors(self) -> dict[str, Tensor]:
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
+    def _all_names(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Return under which names the module has some of its tensors, which parts may share, and theirs here."""
+        own_names = {id(tensor): name for name, tensor in tensors.items()}
+        parameters = nn.Module.named_parameters(self.module, remove_duplicate=False)
+        buffers = nn.Module.named_buffers(self.module, remove_duplicate=False)
+        return {n: own_names[id(t)] for n, t in (*parameters, *buffers) if id(t) in own_names}
 
     def attach(self, flat: Tensor) -> None:
         """Point the module's tensors into the part's buffer."""
@@ -180,7 +189,10 @@ class HeldModule:
             if name not in self.parameters:
                 moves += self._succeed(name, tensor, views[name])
             views[name].copy_(values[name])
-            self._put_back(name)
+        for name, own_name in self._all_names(
+            replaced
+        ).items():  # of parts that share it, all have the new one
+            self._put(name, self.tensors[own_name])
         self._kept_views.move(moves)
         self.residency.changed(self.weights)
 
@@ -198,18 +210,18 @@ class HeldModule:
         note_successor(before, now)
         return [(view, left), *([(tensor.detach(), view)] if is_new else [])]
 
-    def _put_back(self, name: str) -> None:
-        """Let the module have the tensor again that comes and goes; none, where there was none."""
+    def _put(self, name: str, tensor: Tensor | None) -> None:
+        """Let the module have a tensor that comes and goes under this name; `None`, where there was none."""
         path, _, own_name = name.rpartition(".")
-        setattr(self.module.get_submodule(path), own_name, self.tensors.get(name))
+        setattr(self.module.get_submodule(path), own_name, tensor)
 
     def _check_shapes(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise `RuntimeError` if the module has other tensors than its part has room for."""
         for name in {**self.tensors, **tensors}:
             before, now = _shape_of(self.tensors.get(name)), _shape_of(tensors.get(name))
             if before != now:
-                for changed in {**self.tensors, **tensors}:
-                    self._put_back(changed)
+                for changed in {**self._own_names, **tensors}:
+                    self._put(changed, self.tensors.get(self._own_names.get(changed, changed)))
                 has = f"{name} of {before}" if before else f"no {name}"
                 raise RuntimeError(
                     f"{self.name}: expected a call to leave {has}, got {now or 'none'}. Make buffers as large as they "
