@@ -55,24 +55,25 @@ def test_options_of_the_optimizers_come_back(tmp_path: Path) -> None:
 
 def test_a_learning_rate_of_numpy_comes_back_as_a_number(tmp_path: Path) -> None:
     with build(tmp_path) as experts:
-        experts.optimizers[2].param_groups[0]["lr"] = numpy.float32(0.5)
+        experts.optimizers[2].param_groups[0].update(lr=numpy.float32(0.5), rates=[numpy.float32(0.25)])
         experts.checkpoint()
         experts.restore()
+        assert repr(experts.optimizers[2].param_groups[0]["rates"]) == "[0.25]"
         assert repr(experts.optimizers[2].param_groups[0]["lr"]) == "0.5"
 
 
 @pytest.mark.parametrize(
-    "value", [{2: 0.1}, {"seen": {1}}, lambda step: 0.1], ids=["a number as a key", "a set", "a function"]
+    "value",
+    [{2: 0.1}, {"seen": {1}}, lambda step: 0.1, [torch.ones(2)], {"of": (torch.ones(2),)}],
+    ids=["a number as a key", "a set", "a function", "tensors in a list", "tensors in a dict"],
 )
 def test_options_that_json_does_not_give_back_are_refused_before_anything_is_saved(
     tmp_path: Path, value: Any
 ) -> None:
-    """The keys had come back as texts; of the others the error had not said whose they are."""
+    """Keys had come back as texts, tensors as lists; of the others the error had not said whose they are."""
     with build(tmp_path) as experts:
         experts.optimizers[2].param_groups[0]["rates"] = value
-        text = (
-            rf"expert-00002\.optimizer: expected plain values, .*, got {type(value).__name__} \(key='rates'\)"
-        )
+        text = rf"expert-00002\.optimizer: expected plain values, .*, got {type(value).__name__}.* \(key='rates'\)"
         with pytest.raises(CheckpointError, match=text):
             experts.checkpoint()
         assert not list(tmp_path.glob("checkpoint-*"))

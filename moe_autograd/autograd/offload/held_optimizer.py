@@ -222,7 +222,7 @@ class HeldOptimizer:
             self._check_plain(
                 entries, "tensors of parameters and plain values, under texts, in the optimizer's state"
             )
-        groups = tree_map(_as_plain, groups)
+        groups = [{key: _as_plain(value) for key, value in options.items()} for options in groups]
         for options in groups:
             self._check_plain(options, "plain values, under texts, in the optimizer's groups")
         self._check_state_dict()
@@ -369,8 +369,17 @@ def _refuse_own_step(parameters: Mapping[str, nn.Parameter], optimizer: Optimize
 
 
 def _as_plain(value: Any) -> Any:
-    """Return an option for JSON: a tensor's and a numpy number's value, anything else as it is."""
-    return value.tolist() if isinstance(value, Tensor | Number) and hasattr(value, "tolist") else value
+    """Return an option for JSON: the value of a tensor, also in tuples, and of numpy numbers; the rest as it is.
+
+    Of tensors elsewhere in it, `_as_kind_of` could not tell that they were some.
+    """
+    if isinstance(value, tuple):
+        return tuple(map(_as_plain, value))
+    return value.tolist() if isinstance(value, Tensor) else tree_map(_number_as_plain, value)
+
+
+def _number_as_plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Number) and hasattr(value, "tolist") else value
 
 
 def is_plain(value: Any) -> bool:
