@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Rescales(Counts):
         self.bias.data = self.bias.data + 1
 
 
-def build(folder: Path, part: type[nn.Module] = Counts) -> OffloadedExperts:
+def build(folder: Path, part: Callable[[], nn.Module] = Counts) -> OffloadedExperts:
     experts = (nn.Sequential(nn.Linear(2, 2), part()) for _ in range(3))
     sgd = torch.optim.SGD
     return OffloadedExperts(experts, sgd, max_resident_bytes=2 * 2 * 6 * 4, store=folder)
@@ -107,7 +108,7 @@ def test_tensors_in_it_are_copied_for_a_state_dict_and_refused_in_a_checkpoint(t
 
 
 def test_a_checkpoint_without_it_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    with build(tmp_path, lambda: nn.Linear(2, 2)) as experts:  # type: ignore[arg-type]
+    with build(tmp_path, lambda: nn.Linear(2, 2)) as experts:
         experts.checkpoint()
     with build(tmp_path) as experts:
         before = experts.state_dict(0)
@@ -116,3 +117,54 @@ def test_a_checkpoint_without_it_is_refused_before_anything_changes(tmp_path: Pa
         ):
             experts.restore()
         assert torch.equal(experts.state_dict(0)["0.weight"], before["0.weight"])
+
+
+class Saves(nn.Linear):
+    """Saves how often it was called, as modules did before there was `get_extra_state`."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.count = 1
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}count"] = torch.tensor(self.count)
+
+
+def saves_by_a_hook() -> nn.Module:
+    part = nn.Linear(2, 2)
+    part.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}count": 1}))
+    return part
+
+
+@pytest.mark.parametrize("part", [Saves, saves_by_a_hook])
+def test_what_modules_save_by_other_ways_is_refused(tmp_path: Path, part: Callable[[], nn.Module]) -> None:
+    """A checkpoint had lacked it, without an error."""
+    with build(tmp_path, part) as experts:
+        train(experts)
+        with pytest.raises(
+            CheckpointError, match=r"expert-00000: expected state_dict\(\) with .* \(key='1\.count'\)"
+        ):
+            experts.checkpoint()
+        assert not [*tmp_path.glob("checkpoint-*")]
+
+
+def saves_tensors_by_other_names() -> nn.Module:
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}kernel"] = state.pop(f"{prefix}weight").t()
+        state[f"{prefix}first"], state[f"{prefix}rest"] = state.pop(f"{prefix}bias").split(1)
+
+    part = nn.Linear(2, 2)
+    part.register_state_dict_post_hook(rename)
+    return part
+
+
+def test_parts_may_save_their_tensors_by_other_names(tmp_path: Path) -> None:
+    with build(tmp_path, saves_tensors_by_other_names) as experts:
+        train(experts)
+        want = experts.state_dict(0)
+        experts.checkpoint()
+        train(experts)
+        experts.restore()
+        assert want.keys() >= {"1.kernel", "1.first", "1.rest"}
+        assert all(torch.equal(value, want[name]) for name, value in experts.state_dict(0).items())

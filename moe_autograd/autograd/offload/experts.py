@@ -338,7 +338,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
 
         Raises:
             CheckpointError: the store is no folder, or an optimizer's state holds something beside tensors of its
-                parameters and plain values, or an expert's `get_extra_state` returns another. Nothing is saved.
+                parameters and plain values, or an expert's `get_extra_state` returns another, or its `state_dict` has
+                more than tensors and that. Nothing is saved.
             TypeError: the note holds something else, such as a tensor.
             ValueError: an expert's state, for which a `step` that raised found no room, exceeds the limit.
             OSError: the store failed, or the folder. Nothing is saved.

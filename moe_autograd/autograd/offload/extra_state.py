@@ -1,5 +1,7 @@
 """What a module's parts have in its `state_dict` beside tensors: by `get_extra_state`, and their versions.
 
+What else they put there, by `_save_to_state_dict` or a hook, is refused by name.
+
 A part whose class has raised its `_version` since a checkpoint migrates what is there, as torch lets it: the module
 loads it once more, as a `state_dict` of the versions before.
 """
@@ -13,10 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_autograd._metadata import merged, metadata_of, of_versions, with_metadata
+from moe_autograd.autograd.offload.flat import lies_in
 from moe_autograd.autograd.offload.held_optimizer import is_plain
 from moe_autograd.errors import CheckpointError
 
 _USUAL_VERSION = 1  # of a class that has never raised it
+_EXTRA_STATE = "_extra_state"  # the end of its keys in a `state_dict`
+_SAVE = ("state_dict", "_save_to_state_dict")  # a module's methods
 
 
 class ExtraState:
@@ -41,12 +46,18 @@ class ExtraState:
             if type(part._version) is int and part._version != _USUAL_VERSION
         }
 
-    def to_save(self) -> dict[str, Any]:
-        """Return it for a checkpoint, while the weights are held.
+    @property
+    def may_be_some(self) -> bool:
+        """Whether parts may have something in their `state_dict` beside parameters and buffers."""
+        return bool(self.parts) or any(map(_saves_by_itself, self._module.modules()))
+
+    def to_save(self, flat: Tensor) -> dict[str, Any]:
+        """Return it for a checkpoint, while the weights are held and lie in `flat`.
 
         Raises:
-            CheckpointError: it has something that JSON would not give back.
+            CheckpointError: it has something that JSON would not give back, or parts save something by other ways.
         """
+        self._check_nothing_else(flat)
         found = {path: part.get_extra_state() for path, part in self.parts.items()}
         for path, value in found.items():
             if not is_plain(value):
@@ -55,6 +66,23 @@ class ExtraState:
                     f"(part={path!r}). Register tensors as buffers, and save the rest yourself."
                 )
         return found
+
+    def _check_nothing_else(self, flat: Tensor) -> None:
+        """Raise `CheckpointError` for what a `state_dict` has of neither tensors, under whatever names, nor this."""
+        if not any(map(_saves_by_itself, self._module.modules())):
+            return
+        parameters = nn.Module.named_parameters(self._module, remove_duplicate=False)
+        known = {n for n, _ in (*parameters, *nn.Module.named_buffers(self._module, remove_duplicate=False))}
+        for key, value in self._module.state_dict(keep_vars=True).items():
+            is_ours = key in known or key.rpartition(".")[2] == _EXTRA_STATE
+            if not is_ours and not (
+                isinstance(value, Tensor) and (lies_in(value, flat) or not value.numel())
+            ):
+                raise CheckpointError(
+                    f"{self._name}: expected state_dict() with parameters, buffers and what get_extra_state() returns, "
+                    f"got {type(value).__name__} beside these (key={key!r}), by _save_to_state_dict() or a hook. "
+                    "Register it as a buffer, or return it from get_extra_state()."
+                )
 
     def check(self, folder: Path, saved: Mapping[str, Any]) -> None:
         """Raise `CheckpointError` unless a checkpoint has it of the parts that have some."""
@@ -86,7 +114,7 @@ class ExtraState:
         }
         saved_of = {self.parts[path]: value for path, value in saved.items()}
         given |= {
-            f"{path}._extra_state".removeprefix("."): saved_of[part]
+            f"{path}.{_EXTRA_STATE}".removeprefix("."): saved_of[part]
             for path, part in self._module.named_modules(remove_duplicate=False)
             if part in saved_of
         }
@@ -104,3 +132,10 @@ class ExtraState:
     def _saved_versions(self, options: Mapping[str, Any]) -> dict[str, int]:
         versions: dict[str, int] = options.get("versions", self.versions)
         return versions
+
+
+def _saves_by_itself(part: nn.Module) -> bool:
+    """Whether something of a user's decides what is in its `state_dict`."""
+    own, kind = vars(part), type(part)
+    is_replaced = any(name in own or getattr(kind, name) is not getattr(nn.Module, name) for name in _SAVE)
+    return is_replaced or bool(part._state_dict_hooks)

@@ -336,9 +336,10 @@ class HeldExpert(HeldModule):
         """Return what a checkpoint says about module and optimizer beside their tensors."""
         options = {} if self._optimizer is None else self._optimizer.options()
         options["versions"] = self._extra_state.versions
-        if self._extra_state.parts:
+        if self._extra_state.may_be_some:
             with self.residency.hold([self.weights]):
-                options["extra_state"] = self._extra_state.to_save()
+                assert self.weights.buffer is not None
+                options["extra_state"] = self._extra_state.to_save(self.weights.buffer)
         return options
 
     def forget(self) -> None:
