@@ -15,6 +15,7 @@ from moe_autograd.autograd.offload import OffloadedExperts
 from tests.support.comparison import MapFunction, Raised, assert_same, assert_same_program, one_after_another
 
 BF16 = torch.bfloat16
+SGD = functools.partial(torch.optim.SGD, lr=2.0**-4)
 GRADIENT = 1 + 2.0**-12  # what bfloat16 has no digits for
 
 may_declare = pytest.mark.skipif(
@@ -77,6 +78,55 @@ def test_gradients_of_inputs_of_offloaded_experts_have_it_too(num_microbatches: 
     assert x.grad is not None
     assert x.grad.dtype is torch.float32
     assert x.grad.tolist() == [[GRADIENT] * 3] * 4
+
+
+def offloaded(grad_dtype: torch.dtype | None, **options: Any) -> tuple[OffloadedExperts, Expert]:
+    """Return an expert whose weight says so, and the plain module."""
+    experts = [Expert(), Expert()]
+    for expert in experts:
+        expert.weight.grad_dtype = grad_dtype
+    made = OffloadedExperts(experts[:1], SGD, max_resident_bytes=1 << 20, **options)
+    return made, experts[1]
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_microbatches", [None, 2])
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+def test_gradients_of_weights_of_offloaded_experts_have_it_too(
+    grad_dtype: torch.dtype, num_microbatches: int | None, update: Any
+) -> None:
+    """They had been rounded, and each step had raised."""
+    experts, plain = offloaded(grad_dtype, num_microbatches=num_microbatches, update=update)
+    optimizer, seen = SGD(plain.parameters()), list[Any]()
+    for one in (optimizer, *experts.optimizers):
+        one.register_step_pre_hook(
+            lambda made, *_: seen.append(made.param_groups[0]["params"][0].grad.clone())
+        )
+    for _ in range(2):
+        for module in (experts[0], plain):
+            sum(module(torch.ones(4, 3, dtype=BF16)).float().sum() for _ in range(2)).backward()
+        if update == "on_step":
+            torch.testing.assert_close(experts.gradients(0)["weight"], plain.weight.grad, rtol=0, atol=0)
+            experts.step()
+            experts.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(seen[::2], seen[1::2], rtol=0, atol=0)
+    assert seen[0].dtype is grad_dtype
+    assert torch.equal(experts.state_dict(0)["weight"], plain.weight)
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_an_offloaded_expert_refuses_weights_that_take_gradients_of_any_dtype(is_before: bool) -> None:
+    experts, _ = offloaded(None if is_before else torch.float32)
+    if not is_before:
+        experts[0].stands_for.weight.grad_dtype = None  # type: ignore[assignment,union-attr]
+    with pytest.raises(
+        ValueError, match=r"expert-00000: expected weight with grad_dtype=torch\..*, got None"
+    ):
+        experts[0](torch.ones(4, 3, dtype=BF16))
+    with torch.no_grad():
+        experts[0](torch.ones(4, 3, dtype=BF16))
 
 
 got: list[Any] = []  # the dtypes of the gradients in each backward

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from moe_autograd._ambient import is_recorded, refuse_transforms
 from moe_autograd.autograd.anchors import stands_for_none
 from moe_autograd.autograd.contents.in_objects import tensors_in_objects
+from moe_autograd.autograd.grad_dtypes import grad_dtype_of
 from moe_autograd.autograd.joining.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.walks import walk
 from moe_autograd.autograd.wrapped_hooks import innermost
@@ -237,6 +238,33 @@ def check_trained(name: str, trained: Iterable[str], known: Collection[str]) -> 
             raise RuntimeError(
                 f"{name}: expected {parameter_name} to stay frozen, as it was when it was taken over, got "
                 "requires_grad=True. Freeze after building OffloadedExperts, not before."
+            )
+
+
+def check_gathered(
+    name: str, parameters: Mapping[str, nn.Parameter], places: Mapping[str, torch.dtype], *, is_trained: bool
+) -> None:
+    """Raise for what may have come to parameters since, and would lose or change the gradients that a call gathers.
+
+    Args:
+        name: of the expert.
+        parameters: of it.
+        places: the dtype of each place for a gradient.
+        is_trained: whether the gradients are wanted at all.
+
+    Raises:
+        ValueError: hooks that would never run, or a gradient that may have another dtype than the place for it.
+        RuntimeError: a parameter that has no place for a gradient.
+    """
+    check_hooks(name, parameters)
+    require = {n: parameter for n, parameter in parameters.items() if parameter.requires_grad}
+    check_trained(name, require, places)
+    for parameter_name, parameter in require.items() if is_trained else ():
+        expected, got = places[parameter_name], grad_dtype_of(parameter)
+        if got is not expected:
+            raise ValueError(
+                f"{name}: expected {parameter_name} with grad_dtype={expected}, got {got}: the place for its gradient "
+                "has one dtype. Set it before OffloadedExperts takes the module over, and not to None."
             )
 
 

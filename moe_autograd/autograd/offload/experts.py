@@ -302,7 +302,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         To change gradients, as clipping does, register a hook of the steps of `optimizers`: it sees them in `.grad`.
 
         Returns:
-            Tensors of the parameters' shapes and dtypes, on the CPU; `None` where nothing was gathered.
+            Tensors of the parameters' shapes, of their `grad_dtype`, on the CPU; `None` where nothing was gathered.
 
         Raises:
             OSError: the store failed.

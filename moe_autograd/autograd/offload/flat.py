@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_autograd._computed_once import computed_once
+from moe_autograd.autograd.grad_dtypes import grad_dtype_of
 from moe_autograd.errors import CheckpointError
 
 _NAMES = {
@@ -104,6 +105,17 @@ class Layout:
             start += fields[name].num_bytes
         return cls(fields, start)
 
+    @classmethod
+    def of_gradients(cls, tensors: Mapping[str, torch.Tensor]) -> Layout:
+        """Lay out the gradients of those of the tensors that require one."""
+        trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+        return cls.of(
+            {
+                name: torch.empty(tensor.shape, dtype=grad_dtype_of(tensor) or tensor.dtype, device="meta")
+                for name, tensor in trained.items()
+            }
+        )
+
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the tensors that lie in `flat`, `(num_bytes,)` of uint8, as views of it."""
         return {
@@ -114,6 +126,10 @@ class Layout:
     def kinds(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return what the tensors are, wherever they lie."""
         return {name: (field.dtype, field.shape) for name, field in self.fields.items()}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return of which dtype the tensors are."""
+        return {name: field.dtype for name, field in self.fields.items()}
 
     def name_at(self, position: int) -> str:
         """Return whose byte lies there."""

@@ -19,7 +19,7 @@ from moe_autograd._interrupts import uninterrupted, unwindable, unwinding
 from moe_autograd._metadata import metadata_of, with_metadata
 from moe_autograd.autograd.hooks import at_end_of_backward
 from moe_autograd.autograd.notes import add_note
-from moe_autograd.autograd.offload.checks import check_hooks, check_optimizer, check_trained
+from moe_autograd.autograd.offload.checks import check_gathered, check_optimizer, check_trained
 from moe_autograd.autograd.offload.extra_state import ExtraState
 from moe_autograd.autograd.offload.flat import Layout, is_same, kind_of, tensors_in
 from moe_autograd.autograd.offload.held_module import HeldModule
@@ -64,8 +64,7 @@ class HeldExpert(HeldModule):
         self._at_end: Callable[[], Callable[[], None] | None] = lambda: None  # of the backward that gathers
         self._lock = threading.Lock()
         lay = {tensor_name: tensor.detach() for tensor_name, tensor in self.tensors.items()}
-        gradients = {name: tensor for name, tensor in self.parameters.items() if tensor.requires_grad}
-        self.gradients = Part(f"{name}.gradients", Layout.of(gradients))
+        self.gradients = Part(f"{name}.gradients", Layout.of_gradients(self.parameters))
         residency.check_fits([self.weights, self.gradients])
         self._optimizer: HeldOptimizer | None = None
         if optimizer and self.parameters:  # an optimizer wants at least one parameter
@@ -169,8 +168,8 @@ class HeldExpert(HeldModule):
     def weight_edges(self) -> dict[str, GradientEdge]:
         """Return where the gradients of the weights arrive, in the graph of a call that is being built."""
         edges = {n: gradient_edge(p) for n, p in self.parameters.items() if p.requires_grad}
-        check_hooks(self.name, self.parameters)  # both may have come since
-        check_trained(self.name, edges, self.gradients.layout.fields)
+        dtypes = self.gradients.layout.dtypes()
+        check_gathered(self.name, self.parameters, dtypes, is_trained=self._optimizer is not None)
         return edges
 
     def gather(self, grads: dict[str, Tensor | None]) -> None:
