@@ -3,7 +3,7 @@
 Sixty-four experts on one server are sixty-four modules, but one message there and back is twelve times cheaper than
 sixty-four. A module says so by an attribute `call_group`: all modules of a map with the same group become one call
 of the map, and the group decides how to make it. A module without the attribute, or with `None`, is its own call; so
-is one with hooks of the user's, which a group would not run.
+is one with hooks of the user's, or a `__call__`, which a group would not run.
 
 A callable that may fail in its backward, and can be done without, has a method `leaves_out(error) -> bool`: if it
 returns `True`, nothing flows through that call, and the other calls' backwards count.
@@ -24,6 +24,7 @@ from torch import nn
 
 from moe_autograd._random import running
 from moe_autograd.autograd.in_turn import is_watched
+from moe_autograd.autograd.reading.known_arithmetic import is_torchs_own
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.runs import CallName, name_of_call, name_of_module
 from moe_autograd.autograd.uncompiled import uncompiled
@@ -136,13 +137,22 @@ def has_group(module: Any) -> bool:
 def group_of(module: Any) -> Any:
     """Return the group that makes a module's calls; `None`: the module itself is called.
 
-    A group calls no module, so hooks on it would not run. What has a module's attributes and stands for it, as
-    `torch.compile` returns, is none of the group's.
+    A group calls no module, so hooks on it would not run, nor what a user has put in the place of `nn.Module.__call__`.
+    What has a module's attributes and stands for it, as `torch.compile` returns, is none of the group's.
     """
     if not has_group(module):
         return None
     group: CallGroup | None = module.call_group
-    return None if group is not None and isinstance(module, nn.Module) and is_watched(module) else group
+    if group is None or not isinstance(module, nn.Module):
+        return group
+    return group if _is_called_by_torch(module) and not is_watched(module) else None
+
+
+def _is_called_by_torch(module: nn.Module) -> bool:
+    kind = type(module)
+    return (
+        is_torchs_own(kind.__call__) and is_torchs_own(kind._call_impl) and "_call_impl" not in vars(module)
+    )
 
 
 @uncompiled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,3 +88,35 @@ def test_an_expert_whose_forward_was_replaced_and_one_that_was_compiled(kind: Ki
         others = [experts[0], experts[1], torch.compile(experts[2], backend="eager")]
         ys = parallel_apply(others, [(x,)] * NUM_EXPERTS)
     torch.testing.assert_close([y.detach() for y in ys], [plain[0], 100 * plain[1], plain[2]])
+
+
+@KINDS
+@pytest.mark.parametrize("where", ["derived", "torch's", "_call_impl", "of one"])
+def test_what_calls_modules_in_place_of_torchs_own_calls_experts_too(
+    kind: Kind, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those alone and local modules were called by it, and not those of a map or layer."""
+    call, implementation = nn.Module.__call__, nn.Module._call_impl
+
+    def times_three(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(self, *args, **kwargs) * (3 if self is experts[1] else 1)
+
+    def implemented(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return implementation(self, *args, **kwargs) * (3 if self is experts[1] else 1)
+
+    x = torch.ones(2, 4)
+    with kind() as experts:
+        plain = [expert(x).detach() for expert in experts]
+        if where == "derived":
+            derived = type("Derived", (type(experts[1]),), {"__call__": times_three})
+            experts[1].__class__ = derived
+        elif where == "of one":
+            monkeypatch.setattr(experts[1], "_call_impl", functools.partial(implemented, experts[1]))
+        elif where == "_call_impl":
+            monkeypatch.setattr(nn.Module, "_call_impl", implemented)
+        else:
+            monkeypatch.setattr(nn.Module, "__call__", times_three)
+        alone = [expert(x).detach() for expert in experts]
+        ys = parallel_apply(experts, [(x,)] * NUM_EXPERTS)
+    torch.testing.assert_close(alone, [plain[0], 3 * plain[1], plain[2]])
+    torch.testing.assert_close([y.detach() for y in ys], alone)
