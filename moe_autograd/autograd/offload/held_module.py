@@ -189,9 +189,8 @@ class HeldModule:
             if name not in self.parameters:
                 moves += self._succeed(name, tensor, views[name])
             views[name].copy_(values[name])
-        for name, own_name in self._all_names(
-            replaced
-        ).items():  # of parts that share it, all have the new one
+        # of parts that share one, all have the new one
+        for name, own_name in self._all_names(replaced).items():
             self._put(name, self.tensors[own_name])
         self._kept_views.move(moves)
         self.residency.changed(self.weights)
