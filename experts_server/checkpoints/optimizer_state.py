@@ -85,7 +85,7 @@ def load_optimizer(
         tensors: of the snapshot.
         plain: of the snapshot.
     """
-    state, entries = _state_of_optimizer(tensors, plain), plain.get("optimizer_entries", {})
+    state, entries = _state_of_optimizer(tensors, plain), plain["optimizer_entries"]
     optimizer.load_state_dict({**copy.deepcopy(entries), "state": state, "param_groups": groups})
     _undo_casts(optimizer, state)
     _add_state_of_new_settings(optimizer)
@@ -94,9 +94,9 @@ def load_optimizer(
 def _state_of_optimizer(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     state: dict[int, dict[str, Any]] = {}
     saved = group_of(tensors, "optimizer") | plain["optimizer_scalars"]
-    for name in plain.get("optimizer_tuples", []):
+    for name in plain["optimizer_tuples"]:
         saved[name] = tuple(saved[name])
-    for name, others in plain.get("optimizer_also_under", {}).items():
+    for name, others in plain["optimizer_also_under"].items():
         saved |= dict.fromkeys(others, saved[name])
     for name, value in saved.items():
         index, _, key = name.partition(".")
