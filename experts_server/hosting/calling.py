@@ -70,7 +70,7 @@ class ModuleCaller:
         # Which outputs were computed from which others, by the kind of a call, as the first graph of each has shown.
         self._uses: dict[object, tuple[int, ...]] = {}
         self._is_row_wise = is_row_wise(module)
-        self._registers_none = self._is_row_wise or all(map(_is_torchs, module.modules()))
+        self._registers_none = self._is_row_wise or all(map(_registers_none, module.modules()))
         self.late_hooks = LateHooks(module)
 
     def __repr__(self) -> str:
@@ -188,7 +188,11 @@ class ModuleCaller:
         keep theirs; of others that is not known: they may do so at any call, though they have not before.
         """
         self.set_mode(evaluate)
-        parts = [part for part in self.module.modules() if part.training or not _is_torchs(part)]
+        parts = [
+            part
+            for part in self.module.modules()
+            if (part.training or not _is_torchs(part)) and (part._buffers or not _registers_none(part))
+        ]
         before = [(part._buffers, dict(part._buffers.items())) for part in parts]
         copies = {b: b.detach().clone() for _, own in before for b in own.values() if b is not None}
         try:
@@ -282,6 +286,10 @@ def _versions_of(tensors: tuple[Tensor, ...]) -> list[int]:
 
 def _with_buffers(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if part._buffers]
+
+
+def _registers_none(part: nn.Module) -> bool:
+    return _is_torchs(part) or isinstance(part, torch.jit.ScriptModule)  # which cannot
 
 
 def _is_torchs(part: nn.Module) -> bool:

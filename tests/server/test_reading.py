@@ -17,7 +17,7 @@ from experts_server.hosting.calls import ForwardCall
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.serving.open_inference import MESSAGES, SERVICE
 from moe_autograd.errors import ExpertFailedError
-from tests.server.test_joining import Counting, backward_call, forward_call, hosted, rows
+from tests.server.test_joining import Counting, Scaled, backward_call, forward_call, hosted, rows
 from tests.support.hosting import sgd
 from tests.support.servers import WireClient, tokens
 
@@ -122,6 +122,14 @@ def test_buffers_that_come_with_the_first_call_are_left_as_well(in_part: bool) -
         read(expert, evaluate=evaluate)
         assert bits(expert.module) == before
     assert expert.join_key(reader_call()) is None  # as it changes them
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_reader_may_call_what_the_compiler_of_torch_has_made() -> None:
+    expert, plain = hosted(torch.jit.script(Scaled())), Scaled()
+    plain.load_state_dict(expert.module.state_dict())
+    (answer,) = expert.forward([reader_call()])
+    torch.testing.assert_close(answer.tensors[0], plain(rows(2, seed=1)).detach())
 
 
 def test_a_reader_that_comes_first_leaves_no_buffers() -> None:
