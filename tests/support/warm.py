@@ -14,6 +14,7 @@ The process that forks has no threads of Python's and no gRPC. It is started wit
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -89,7 +90,8 @@ class WarmProcess:
     def send_signal(self, number: signal.Signals) -> None:
         """Send it a signal, if it has not ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and its status is about to be told
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill it as a power cut would."""
