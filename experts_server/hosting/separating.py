@@ -15,6 +15,7 @@ Modules with any other part are not separated: their calls are computed one by o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ ROW_WISE = frozenset(
 )
 
 
+_HOOKS_OF_WEIGHT = operator.attrgetter("_backward_hooks")
 PUT_IN_PLACE = frozenset(["forward", "_call_impl", "_compiled_call_impl"])  # of an instance: what calls it
 
 
@@ -85,7 +87,7 @@ class LateHooks:
 
     def __init__(self, module: nn.Module) -> None:
         instances = [part.__dict__ for part in module.modules()]
-        self._names = [instance.keys() for instance in instances]
+        self._are_apart = [instance.keys().isdisjoint for instance in instances]
         own = [instance[kind] for instance in instances for kind in HOOKS if kind in instance]
         self._hooks: list[Mapping[int, Any]] = [*HOOKS_OF_ALL, *own]
         self._weights = list(module.parameters())
@@ -94,9 +96,10 @@ class LateHooks:
         """Whether there are any; what a tape notes with are none."""
         if any(self._hooks) and not all(map(_is_of_a_tape, self._found())):
             return True
-        if not all(names.isdisjoint(PUT_IN_PLACE) for names in self._names):
-            return True
-        return any(weight._backward_hooks for weight in self._weights)
+        for are_apart in self._are_apart:  # no generators: each call of a small expert asks four times
+            if not are_apart(PUT_IN_PLACE):
+                return True
+        return any(map(_HOOKS_OF_WEIGHT, self._weights))
 
     def _found(self) -> list[Any]:
         return [hook for hooks in self._hooks if hooks for hook in list(hooks.values())]
