@@ -175,7 +175,7 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot) -> None:
     groups, schedule_state = copy.deepcopy(trainer.training.built_with)
     goes_on = plain["schedule_class"] == _schedule_class(trainer)  # otherwise rates begin as configured now
     if goes_on:
-        dtypes = plain.get("dtypes", {"schedule": {}, "groups": [{} for _ in groups]})
+        dtypes = plain["dtypes"]
         put_back(schedule_state, plain["schedule"], dtypes["schedule"], has_tuples=False)
         for group, *saved in zip(groups, plain["groups"], dtypes["groups"], strict=True):
             put_back(group, *saved, has_tuples=True)

@@ -39,7 +39,6 @@ class ExtraState:
             for path, part in module.named_modules()
             if type(part).get_extra_state is not nn.Module.get_extra_state
         }
-
         self.versions = {
             path: part._version
             for path, part in module.named_modules(remove_duplicate=False)
