@@ -136,7 +136,7 @@ class Ledger:
                     "Choose a shorter one."
                 )
             client = self._clients[client_id] = _Client()
-            if len(self._clients) > self.max_clients:
+            while len(self._clients) > self.max_clients:  # a checkpoint may hold more
                 _, forgotten = self._clients.popitem(last=False)
                 self._settle(forgotten, 1 << 64)
         self._clients.move_to_end(client_id)

@@ -166,6 +166,15 @@ def test_what_a_client_has_settled_stays_settled_over_a_restart() -> None:
         after.find(b"client", 3, 0)
 
 
+def test_a_server_that_is_to_remember_fewer_clients_than_before_does() -> None:
+    before, after = (Ledger(number, Budget(1 << 20, "replies")) for number in (8, 2))
+    for client_id in (b"a", b"b", b"c", b"d"):
+        before.record(client_id, 1, 1)
+    after.load_plain(before.to_plain())
+    after.record(b"e", 1, 1)
+    assert [bytes.fromhex(item["client"]) for item in after.to_plain()] == [b"d", b"e"]
+
+
 def test_a_client_that_never_settles_fills_no_memory_and_still_counts_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
