@@ -130,9 +130,7 @@ def call_in_turn(
         only_small: whether large calls gain by something else, be there only one.
         how: forwards run again in the backward; `None`: they do not.
     """
-    if len(modules) == 1 and not only_small:
-        max_concurrency = 1  # nothing is there to run beside it
-    way = _way_of(modules, args, kwargs, most_small(max_concurrency), only_small, how)
+    way = way_in_turn(modules, args, kwargs, max_concurrency=max_concurrency, only_small=only_small, how=how)
     if way is None:
         return None
     streams = own_streams(CallSeeds()) if way.draws else nullcontext()
@@ -150,14 +148,21 @@ def call_in_turn(
                     returned.append(way.compute(module, own_args[0]))
     except BaseException as error:
         streams.__exit__(None, None, None)
-        index = min(len(returned), len(modules) - 1)  # Ctrl-C may come behind the last call
-        name = name_of_call(index, modules[index], names)
-        add_note(error, f"parallel_apply, forward: raised by {name} of {len(modules)}.")
+        name_guilty_in_turn(error, len(returned), modules, names)
         raise
     return returned
 
 
-class _Way(NamedTuple):
+def name_guilty_in_turn(
+    error: BaseException, num_made: int, modules: Sequence[Callable[..., Any]], names: Sequence[str] | None
+) -> None:
+    """Add a note to what a call has raised, when so many were made, that names it."""
+    index = min(num_made, len(modules) - 1)  # Ctrl-C may come behind the last call
+    name = name_of_call(index, modules[index], names)
+    add_note(error, f"parallel_apply, forward: raised by {name} of {len(modules)}.")
+
+
+class Way(NamedTuple):
     """How calls are made in turn.
 
     Args:
@@ -171,22 +176,24 @@ class _Way(NamedTuple):
     compute: Callable[[Any, Tensor], Any]
 
 
-def _way_of(
+def way_in_turn(
     modules: Sequence[Callable[..., Any]],
     args: Sequence[tuple[Any, ...]],
     kwargs: Sequence[dict[str, Any]],
-    most: float,
-    only_small: bool,
-    how: Recompute | None,
-) -> _Way | None:
-    """Return how these calls are made in turn; `None` if threads may gain something, or somebody could tell.
+    *,
+    max_concurrency: int | None = None,
+    only_small: bool = False,
+    how: Recompute | None = None,
+) -> Way | None:
+    """Return how `call_in_turn` makes these calls; `None` if threads may gain something, or somebody could tell.
 
-    Args:
-        modules: the callables; `args`, `kwargs`, `only_small` and `how` are those of `call_in_turn`.
-        most: how much work a small call is at most.
+    Args: as there. Of tensors among the arguments only shapes, dtypes and devices count.
     """
     if any(HOOKS_OF_ALL):
         return None
+    if len(modules) == 1 and not only_small:
+        max_concurrency = 1  # nothing is there to run beside it
+    most = most_small(max_concurrency)
     are_seen, are_read = _is_seen_by_others(), True
     draws, callees = are_seen, Callees()
     readings, kinds = dict[type, Reading | None](), set[type[nn.Module]]()
@@ -211,7 +218,7 @@ def _way_of(
     if not _compute_as_usual(kinds):
         return None
     run = None if how is None else how.with_draws if draws else how.without_draws if are_read else how
-    return _Way(draws, run, _computed if _are_called_as_usual(kinds) else _called)
+    return Way(draws, run, _computed if _are_called_as_usual(kinds) else _called)
 
 
 def _is_seen_by_others() -> bool:

@@ -116,7 +116,7 @@ def map_with_parallel_backward(
     if not args_per_call:
         return ()
     title = f"map_with_parallel_backward({func.__name__})"
-    if len(args_per_call) == 1 and not _is_observed():
+    if len(args_per_call) == 1 and not is_observed():
         return (apply_alone(func, args_per_call[0], title),)
     if must_be_in_turn(func, args_per_call):
         max_concurrency = 1
@@ -282,7 +282,7 @@ def parallel_apply(
     refuse_transforms(value for value in taken if isinstance(value, Tensor))
     if not modules:
         return []
-    if _is_plain(how) and not _is_observed():
+    if _is_plain(how) and not is_observed():
         is_noticed = torch.is_grad_enabled() or how != Recompute()
         returned = call_in_turn(
             modules,
@@ -357,7 +357,7 @@ def _is_plain(how: Recompute | None) -> bool:
     return how is None or how.context_fn is noop_context_fn
 
 
-def _is_observed() -> bool:
+def is_observed() -> bool:
     """Whether somebody wants to see each call by its name."""
     return torch.autograd.profiler._is_profiler_enabled or is_recording()
 

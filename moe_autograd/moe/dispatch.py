@@ -142,7 +142,7 @@ def combine(outputs: Sequence[Tensor], combine_weights: Tensor, plan: DispatchPl
         (T, D), in the wider of both dtypes: with float32 weights, bfloat16 outputs are summed in float32.
         Gradients flow to `outputs` and `combine_weights`.
     """
-    weights_N1 = combine_weights.flatten().index_select(0, plan.order).unsqueeze(1)
+    weights_N1 = sorted_weights(combine_weights, plan)
     dtype = functools.reduce(torch.promote_types, {output.dtype for output in outputs})
     y_dtype = torch.promote_types(dtype, weights_N1.dtype)
     # In half precision torch may round a sum of several once, if it adds them at once.
@@ -156,8 +156,13 @@ def combine(outputs: Sequence[Tensor], combine_weights: Tensor, plan: DispatchPl
     y_TD = runs[0][0].new_zeros(combine_weights.shape[0], runs[0][0].shape[1], dtype=y_dtype)
     runs.reverse()
     for tokens, weights in zip(plan.token_index.split(num_rows), weights_N1.split(num_rows), strict=True):
-        y_TD = _AddRows.apply(y_TD, tokens, _rows(runs.pop()).to(dtype) * weights)  # type: ignore[no-untyped-call]  # torch's own gap
+        y_TD = _AddRows.apply(y_TD, tokens, rows_of(runs.pop()).to(dtype) * weights)  # type: ignore[no-untyped-call]  # torch's own gap
     return y_TD
+
+
+def sorted_weights(combine_weights: Tensor, plan: DispatchPlan) -> Tensor:
+    """Return the weights of the choices, (T, K), in the order of the plan: (N, 1)."""
+    return combine_weights.flatten().index_select(0, plan.order).unsqueeze(1)
 
 
 def _runs(outputs: Sequence[Tensor]) -> list[Sequence[Tensor]]:
@@ -175,7 +180,8 @@ def _runs(outputs: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     return [outputs[start:end] for start, end in itertools.pairwise([*ends[:-1], len(outputs)])]
 
 
-def _rows(run: Sequence[Tensor]) -> Tensor:
+def rows_of(run: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all of them, of one tensor itself."""
     return run[0] if len(run) == 1 else concatenate(run)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_autograd._ambient import is_recorded, refuse_transforms
-from moe_autograd.autograd.parallel import check_max_concurrency, parallel_apply
+from moe_autograd.autograd.parallel import check_max_concurrency, is_observed, parallel_apply
 from moe_autograd.autograd.recompute import Recompute, as_recompute
 from moe_autograd.autograd.uncompiled import uncompiled
 from moe_autograd.errors import UnsupportedTransformError
@@ -27,6 +27,7 @@ from moe_autograd.moe.dispatch import DispatchPlan, combine, dispatch, plan_disp
 from moe_autograd.moe.experts import check_output
 from moe_autograd.moe.failures import Rests, Tolerance
 from moe_autograd.moe.idle import with_zero_grads
+from moe_autograd.moe.in_turn import compute_in_turn, way_without_gradients
 from moe_autograd.moe.partial import PartialPass
 from moe_autograd.moe.routing import Routing, checked_loads
 
@@ -175,10 +176,7 @@ class MixtureOfExperts(nn.Module):
             plan, _ = select(plan, routing.is_kept)
         active: Sequence[int] = plan.active
         if self.on_failure == "raise":
-            # No name for the outputs here: `combine` lets go of each.
-            y_TD = combine(
-                self._call_experts(active, dispatch(x_TD, plan)) or [x_TD[:0]], routing.combine_weights, plan
-            )
+            y_TD = self._compute(x_TD, routing.combine_weights, plan)
         else:
             routing = dataclasses.replace(routing, failures=[])
             y_TD, active = self._call_tolerantly(x_TD, routing, plan)
@@ -197,10 +195,25 @@ class MixtureOfExperts(nn.Module):
         ]
         return ", ".join(f"{name}={chosen[name]!r}" for name in differing)
 
-    def _call_experts(self, active: Sequence[int], slices: Sequence[Tensor]) -> list[Tensor]:
+    def _compute(self, x_TD: Tensor, combine_weights: Tensor, plan: DispatchPlan) -> Tensor:
         experts = list(self.experts)
+        experts = [experts[index] for index in plan.active]
+        if isinstance(self.recompute, bool) and not is_observed():
+            way = way_without_gradients(experts, x_TD, combine_weights, plan, self.max_concurrency)
+            if way is not None:
+                return compute_in_turn(way, experts, x_TD, combine_weights, plan)
+        # No name for the outputs here: `combine` lets go of each.
+        return combine(
+            self._call_experts(experts, plan.active, dispatch(x_TD, plan)) or [x_TD[:0]],
+            combine_weights,
+            plan,
+        )
+
+    def _call_experts(
+        self, experts: Sequence[nn.Module], active: Sequence[int], slices: Sequence[Tensor]
+    ) -> list[Tensor]:
         outputs = parallel_apply(
-            [experts[index] for index in active],
+            experts,
             [(tokens,) for tokens in slices],
             max_concurrency=self.max_concurrency,
             recompute=self.recompute,
