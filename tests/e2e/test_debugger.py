@@ -72,7 +72,7 @@ def answers(program: str, questions: Iterable[str]) -> list[str]:
 def _until_asked(terminal: int) -> str:
     said = b""
     while not said.endswith(b"(Pdb) "):
-        assert select.select([terminal], [], [], 30)[0], said
+        assert select.select([terminal], [], [], 120)[0], said
         said += os.read(terminal, 1024)  # raises where the program has ended
     return said.decode()
 
