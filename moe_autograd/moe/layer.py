@@ -198,7 +198,7 @@ class MixtureOfExperts(nn.Module):
     def _compute(self, x_TD: Tensor, combine_weights: Tensor, plan: DispatchPlan) -> Tensor:
         experts = list(self.experts)
         experts = [experts[index] for index in plan.active]
-        if isinstance(self.recompute, bool) and not is_observed():
+        if not is_observed():
             way = way_without_gradients(experts, x_TD, combine_weights, plan, self.max_concurrency)
             if way is not None:
                 return compute_in_turn(way, experts, x_TD, combine_weights, plan)

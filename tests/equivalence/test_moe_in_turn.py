@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -207,6 +208,43 @@ def test_experts_that_are_watched_or_draw_are_called_all_at_once(
     with torch.no_grad():
         torch.testing.assert_close(moe(x), expected)
     assert loops.num_loops == 0
+
+
+class Marked(Tensor):
+    """A tensor that computes as others do, and whose results are marked."""
+
+
+class Weighing(nn.Module):
+    """A router that makes something else of its weights."""
+
+    def __init__(self, router: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.router, self.num_experts, self.change = router, router.num_experts, change
+
+    def forward(self, x: Tensor) -> Routing:
+        routing = self.router(x)
+        return dataclasses.replace(routing, combine_weights=self.change(routing.combine_weights))
+
+
+def test_weights_of_another_class_make_results_of_that_class(loops: Loops) -> None:
+    moe, x = layer_of(dtype=torch.float32), torch.randn(NUM_TOKENS, D_MODEL)
+    moe.router = Weighing(moe.router, lambda weights: weights.as_subclass(Marked))
+    expected = moe(x)
+    with torch.no_grad():
+        actual = moe(x)
+    assert type(actual) is type(expected) is Marked
+    assert torch.equal(actual, expected)
+    assert loops.num_loops == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_in_half_precision_are_rounded_as_with_gradients(dtype: torch.dtype, loops: Loops) -> None:
+    moe, x = layer_of(top_k=4, dtype=dtype), torch.randn(NUM_TOKENS, D_MODEL, dtype=dtype)
+    moe.router = Weighing(moe.router, lambda weights: weights.to(dtype))
+    expected = moe(x)
+    with torch.no_grad():
+        assert torch.equal(moe(x), expected)
+    assert loops.num_loops == 1
 
 
 def test_few_tokens_are_called_all_at_once(loops: Loops) -> None:
