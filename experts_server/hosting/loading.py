@@ -38,7 +38,7 @@ def keeping_parameters(module: nn.Module) -> Iterator[None]:
                 with torch.no_grad():
                     parameter.copy_(now)
             if path in parts:
-                parts[path]._parameters[key] = parameter
+                setattr(parts[path], key, parameter)  # an `nn.LSTM` computes with a list of what was set
     if wrong:
         raise ValueError(f"a load that makes other parameters ({', '.join(wrong[:4])})")
 

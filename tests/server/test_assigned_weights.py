@@ -59,6 +59,41 @@ class Tied(Assigning):
         return y
 
 
+class Recurrent(Assigning):
+    """Computes with a list of its weights, which follows what is set."""
+
+    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = kind(D, D)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.linear(x)
+        assert isinstance(y, Tensor)
+        return y
+
+
+class Listed(Assigning):
+    """Has parameters in a list and in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.list = nn.ParameterList([torch.eye(D), torch.ones(D)])
+        self.dict = nn.ParameterDict({"scale": torch.ones(D)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = (self.linear(x) @ self.list[0] + self.list[1]) * self.dict["scale"]
+        return y
+
+
+class Normalized(Assigning):
+    """Has a weight that is computed of parameters elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.linear)
+
+
 class Widening(Assigning):
     """Comes to a weight of another dtype, and to one less."""
 
@@ -67,6 +102,18 @@ class Widening(Assigning):
     ) -> Any:
         self.linear.weight = nn.Parameter(self.linear.weight.double())
         self.linear.bias = None
+
+
+MAKES: dict[str, Callable[[], nn.Module]] = {
+    "assigning": Assigning,
+    "making": Making,
+    "tied": Tied,
+    "LSTM": Recurrent,
+    "GRU": lambda: Recurrent(nn.GRU),
+    "RNN": lambda: Recurrent(nn.RNN),
+    "list and dictionary": Listed,
+    "parametrized": Normalized,
+}
 
 
 def linear() -> nn.Linear:
@@ -105,21 +152,23 @@ def trained_on_a_server(
 
 
 @pytest.mark.parametrize("is_offloaded", [False, True])
-@pytest.mark.parametrize("make", [Assigning, Making, Tied])
+@pytest.mark.parametrize("name", MAKES)
 def test_an_expert_that_assigns_what_it_loads_is_trained_and_starts_again(
-    make: Callable[[], nn.Module], is_offloaded: bool, tmp_path: Path
+    name: str, is_offloaded: bool, tmp_path: Path
 ) -> None:
     """The first start tries whether it loads: its optimizer had the weights from before."""
     config: dict[str, Any] = {"checkpoint_dir": tmp_path}
     if is_offloaded:
         config |= {"memory": {"offload": True, "recompute": True}, "offload": {"max_resident_bytes": 1 << 20}}
+    make = MAKES[name]
     for num_times in (1, 2):
         found = trained_on_a_server(make(), config)
         torch.testing.assert_close(found, trained_in_torch(make(), num_times))
 
 
-@pytest.mark.parametrize("make", [Assigning, Making, Tied])
-def test_it_is_trained_after_a_client_has_loaded_weights(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("name", MAKES)
+def test_it_is_trained_after_a_client_has_loaded_weights(name: str) -> None:
+    make = MAKES[name]
     module, start = make(), {key: value / 2 for key, value in make().state_dict().items()}
     parameters = list(module.parameters())
     found = trained_on_a_server(module, {}, start)
