@@ -124,12 +124,17 @@ class Joiner:
             inputs: one for each call.
             grad_outputs: one for each call.
             evaluate: for all of them.
-            parameters: whose gradients are wanted; if there are any, the module is separable.
+            parameters: whose gradients are wanted; if there are any, the module was separable as it was built.
 
         Raises:
             ExpertFailedError: they cannot be told apart.
             BaseException: whatever the module's backward raises; alone, each call finds out for itself.
         """
+        if parameters and not is_separable(self._caller.module):
+            raise ExpertFailedError(
+                f"expert {self._caller.name!r}: expected the parts and weights that it was hosted with in a joined "
+                "backward, got others. Nothing is lost: its calls are computed one by one."
+            )
         x = torch.cat([x.detach() for x in inputs]).requires_grad_()
         tape = LinearTape(self._caller.module)
         with torch.enable_grad(), tape.recording() if parameters else contextlib.nullcontext():

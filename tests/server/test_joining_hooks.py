@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 from experts_server.hosting.separating import LateHooks, LinearTape
 from moe_autograd.errors import ExpertFailedError
@@ -156,6 +158,48 @@ def test_a_hook_that_comes_to_a_weight_once_it_is_hosted_sees_the_gradient_of_ea
     assert expert.join_key(call) is None
     hook.remove()
     assert expert.join_key(call) is not None
+
+
+class Symmetric(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w.triu() + w.triu(1).T
+
+
+class OwnLinear(nn.Linear): ...
+
+
+PUT_IN_LATE: dict[str, Callable[[nn.Sequential], object]] = {
+    "parametrization": lambda m: register_parametrization(m[0], "weight", Symmetric()),
+    "weight norm": lambda m: weight_norm(m[0]),
+    "activation in place": lambda m: m.__setitem__(1, nn.ReLU(inplace=True)),
+    "class": lambda m: setattr(m[0], "__class__", OwnLinear),
+    "weight of a class of one's own": lambda m: setattr(m, "0", _with_a_weight_of_a_class()),
+}
+
+
+@pytest.mark.parametrize("name", PUT_IN_LATE)
+def test_where_parts_are_of_other_classes_than_they_were_each_client_has_its_own_update(name: str) -> None:
+    experts = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers = [nn.Linear(D, D, dtype=torch.float64) for _ in range(2)]
+        module = nn.Sequential(layers[0], nn.GELU(), layers[1])
+        experts.append(expert := hosted(module))
+        expert.forward([forward_call(0, rows(2, seed=0), keep_graph=False)])
+        PUT_IN_LATE[name](module)
+    together, apart = experts
+    calls = [backward_call(n, rows(2, seed=9 + n), inputs=(rows(2, seed=n),)) for n in range(2)]
+    assert together.join_key(calls[0]) is not None  # nobody looks at each call
+    with pytest.raises(ExpertFailedError, match="expected the parts and weights that it was hosted with"):
+        together.backward_joined(calls)
+    for call in calls:
+        together.backward(call)
+    for call in reversed(calls):
+        apart.backward(call)
+    for client in range(2):
+        step(together, client)
+        step(apart, client)
+    torch.testing.assert_close(together.module.state_dict(), apart.module.state_dict())
 
 
 def test_a_hook_that_draws_once_it_is_hosted_ends_the_joining_in_training() -> None:
