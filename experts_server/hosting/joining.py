@@ -9,8 +9,8 @@ Rows go after rows through one call of the module. What each call is owed is tol
 - *Random numbers* of a call cannot be told apart, and its backward has to draw the same again. So a module that draws
   some is found out, and from then on computed call by call in training.
 - *Buffers* that a module changes (spectral normalization, moving averages) go on with each call. So a module that has
-  buffers is computed alone the first time, and if it changed them, always. Calls that must not change them are joined
-  with their like, should it change them after all.
+  buffers is computed alone the first time, also after hooks have come, and if it changed them, always. Calls that must
+  not change them are joined with their like, should it change them after all.
 - *Weight gradients* gather by client, while a joined backward gives their sum. They are told apart where `separating`
   knows how; elsewhere such backwards are computed one by one.
 - *A backward that has its graph* is quicker alone. The others compute their forward again, which they may do as one.
@@ -159,7 +159,7 @@ class Joiner:
         Raises:
             ExpertFailedError: a row's result depends on other rows. Nothing is joined any more.
         """
-        has_late_hooks = bool(self._caller.late_hooks)
+        has_late_hooks = self._caller.had_late_hooks  # just looked at
         if has_late_hooks is not self._had_late_hooks:  # what was found out may be so no more
             self._num_joined, self._had_late_hooks = 0, has_late_hooks
         self._num_joined += 1
@@ -176,6 +176,11 @@ class Joiner:
                 )
 
     def _call_silently(self, x: Tensor, evaluate: bool) -> Outputs:
+        if not self._caller.keeps_buffers(evaluate):
+            raise ExpertFailedError(
+                f"expert {self._caller.name!r}: expected joined calls that are known to change no buffers, got some "
+                "that do, or may since hooks have come. Nothing is lost: its calls are computed one by one."
+            )
         random = self._caller.random
         state = random.state()
         outputs = self._caller.call((x,), evaluate)

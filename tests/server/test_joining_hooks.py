@@ -11,14 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.nn.utils import prune
+from torch.nn.utils import prune, spectral_norm
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 
+from experts_server.hosting.calls import ForwardCall
+from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.separating import LateHooks, LinearTape
 from moe_autograd.errors import ExpertFailedError
 from moe_autograd.moe.experts import FeedForwardExpert
-from tests.server.test_joining import D, Scaled, backward_call, forward_call, hosted, rows, step
+from tests.server.test_joining import D, Scaled, _ignore, backward_call, forward_call, hosted, rows, step
 
 
 def _with_a_hook(hook: Callable[..., Any]) -> nn.Module:
@@ -133,6 +135,15 @@ LATE = {
 }
 
 
+def look_for_buffers(expert: HostedExpert, calls: list[ForwardCall]) -> None:
+    """Join none until one call alone has shown whether late hooks change buffers."""
+    with pytest.raises(ExpertFailedError, match="that do, or may since hooks have come"):
+        expert.forward(calls)
+    assert expert.join_key(calls[0]) is None
+    expert.forward(calls[:1])
+    assert expert.join_key(calls[0]) is not None
+
+
 @pytest.mark.parametrize(
     "make", [lambda: nn.Linear(D, D, dtype=torch.float64), Scaled], ids=["linear", "own"]
 )
@@ -145,6 +156,7 @@ def test_rows_that_are_mixed_once_it_is_hosted_are_not_joined(
     for _ in range(4):  # after the 4th, the 8th were looked at
         expert.forward(calls)
     with LATE[name](expert.module):
+        look_for_buffers(expert, calls)
         with pytest.raises(ExpertFailedError, match="its calls are computed one by one"):
             expert.forward(calls)
         assert expert.join_key(calls[0]) is None
@@ -207,9 +219,78 @@ def test_a_hook_that_draws_once_it_is_hosted_ends_the_joining_in_training() -> N
     calls = [forward_call(client, rows(2, seed=client)) for client in range(2)]
     expert.forward(calls)
     expert.module.register_forward_hook(lambda _, __, y: F.dropout(y, 0.5))
+    look_for_buffers(expert, calls)
     with pytest.raises(ExpertFailedError, match="expected no random numbers in a joined call"):
         expert.forward(calls)
     assert expert.join_key(calls[0]) is None
+
+
+def _counting(module: nn.Module) -> None:
+    module.register_buffer("num_calls", torch.zeros(()))
+    module.register_forward_hook(lambda part, _, __: _ignore(part.num_calls.add_(1)))
+
+
+def _registering(module: nn.Module) -> None:
+    def count(part: nn.Module, _: Any, __: Any) -> None:
+        part.register_buffer("num_calls", getattr(part, "num_calls", torch.zeros(())) + 1)
+
+    module.register_forward_hook(count)
+
+
+class ScaledByABuffer(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("by", torch.ones(D, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.by
+
+
+COME_WITH_BUFFERS: dict[str, Callable[[nn.Module], object]] = {
+    "spectral norm": lambda module: spectral_norm(
+        module, "scale" if isinstance(module, Scaled) else "weight"
+    ),
+    "count of calls": _counting,
+    "buffer that the first call registers": _registering,
+}
+MAKES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(D, D, dtype=torch.float64),
+    "own": Scaled,
+    "own with a buffer": ScaledByABuffer,
+}
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("name", COME_WITH_BUFFERS)
+def test_buffers_that_come_with_hooks_once_it_is_hosted_go_on_with_each_call(name: str, make: str) -> None:
+    modules = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        modules.append(MAKES[make]())
+    expert, plain = hosted(modules[0]), modules[1]
+    calls = [forward_call(client, rows(2, seed=client)) for client in range(2)]
+    for _ in range(2):
+        expert.forward(calls[:1])
+        expert.forward(calls)
+    for module in modules:
+        torch.manual_seed(1)
+        COME_WITH_BUFFERS[name](module)
+    with pytest.raises(ExpertFailedError, match="that do, or may since hooks have come"):
+        expert.forward(calls)
+    for call in calls:
+        expert.forward([call])
+        plain(*call.inputs)
+    torch.testing.assert_close(dict(expert.module.named_buffers()), dict(plain.named_buffers()))
+    assert expert.join_key(calls[0]) is None
+
+
+def test_once_such_hooks_are_gone_calls_are_joined_again() -> None:
+    expert = hosted(nn.Linear(D, D, dtype=torch.float64))
+    calls = [forward_call(client, rows(2, seed=client)) for client in range(2)]
+    with _a_hook_on(expert.module):
+        look_for_buffers(expert, calls)
+    look_for_buffers(expert, calls)
+    expert.forward(calls)
 
 
 def test_what_a_tape_notes_with_is_no_late_hook() -> None:

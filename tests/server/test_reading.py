@@ -173,17 +173,66 @@ def test_readers_are_joined_with_anybody_where_there_are_none() -> None:
     assert expert.join_key(reader_call()) == expert.join_key(forward_call(2, rows(2, seed=1)))
 
 
-def test_nothing_is_copied_that_torchs_own_modules_change_in_training_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    expert = hosted(nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D)).double())
-    seen: list[Tensor | None] = []
-    expert.module[1].register_forward_pre_hook(lambda norm, _: seen.append(norm.running_mean))
-    own = expert.module[1].running_mean
+class Showing(nn.Module):
+    """Notes which buffer its norm has in a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(D, D).double(), nn.BatchNorm1d(D).double()
+        self.seen: list[Tensor | None] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.norm.running_mean)
+        y: Tensor = self.norm(self.linear(x))
+        return y
+
+
+def test_nothing_is_copied_that_torchs_own_modules_change_in_training_only() -> None:
+    module = Showing()
+    expert, own = hosted(module), module.norm.running_mean
     for evaluate in (True, False):
         read(expert, evaluate=evaluate)
-    assert seen[0] is own
-    assert seen[1] is not own
+    assert module.seen[0] is own
+    assert module.seen[1] is not own
+
+
+def _hook_that_counts(module: nn.Module) -> None:
+    module.register_forward_hook(lambda part, _, y: y + part.total.add_(1))
+
+
+def _hook_that_registers(module: nn.Module) -> None:
+    module.register_forward_hook(lambda part, _, __: part.register_buffer("more", torch.ones(D)))
+
+
+def _forward_that_counts(module: nn.Module) -> None:
+    plain = module.forward
+    module.forward = lambda x: plain(x) + module.total.add_(1).mean()
+
+
+HOOKS = [_hook_that_counts, _hook_that_registers, _forward_that_counts]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("evaluate", [True, False])
+@pytest.mark.parametrize("put_on", HOOKS)
+def test_what_hooks_change_of_torchs_own_modules_a_reader_leaves(
+    put_on: Callable[[nn.Module], None], evaluate: bool, is_late: bool
+) -> None:
+    module = nn.Linear(D, D, dtype=torch.float64)
+    if not is_late:
+        module.register_buffer("total", torch.zeros(D))
+        put_on(module)
+    expert = hosted(module)
+    read(expert, evaluate=evaluate)
+    if is_late:
+        module.register_buffer("total", torch.zeros(D))
+        put_on(module)
+    before = bits(module)
+    for _ in range(2):
+        read(expert, evaluate=evaluate)
+        assert bits(module) == before
+    expert.forward([forward_call(1, rows(2, seed=1), evaluate=evaluate)])
+    assert bits(module) != before
 
 
 @pytest.fixture
