@@ -206,17 +206,20 @@ class ModuleCaller:
             for part in self.module.modules()
             if (part.training or not _is_torchs(part)) and (part._buffers or not _registers_none(part))
         ]
+        # By `items` and one by one: the buffers of what `torch.jit` has scripted are in no dictionary.
         before = [(part._buffers, dict(part._buffers.items())) for part in parts]
         copies = {b: b.detach().clone() for _, own in before for b in own.values() if b is not None}
         try:
             for buffers, own in before:
-                buffers.update({key: copies[b] for key, b in own.items() if b is not None})
+                for key, b in own.items():
+                    buffers[key] = None if b is None else copies[b]
             yield
         finally:
             for buffers, own in before:
-                for key in [key for key in buffers if key not in own]:
+                for key in [key for key, _ in buffers.items() if key not in own]:
                     del buffers[key]
-                buffers.update(own)
+                for key, b in own.items():
+                    buffers[key] = b
 
     def _buffers_now(self) -> dict[Tensor, int]:
         """Return what is another after each change of a buffer. Held, a tensor leaves its place to no other."""

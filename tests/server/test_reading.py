@@ -132,6 +132,34 @@ def test_a_reader_may_call_what_the_compiler_of_torch_has_made() -> None:
     torch.testing.assert_close(answer.tensors[0], plain(rows(2, seed=1)).detach())
 
 
+class Scripted(Scaled):
+    """Changes its buffers as far as what the compiler makes of it can: in place, and by others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(D))
+        self.register_buffer("other", torch.zeros(D))
+        self.register_buffer("absent", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += 1
+        self.other = self.other + 1
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("in_part", [False, True])
+def test_a_reader_leaves_the_buffers_of_what_the_compiler_has_made(in_part: bool) -> None:
+    scripted = torch.jit.script(Scripted())
+    expert = hosted(nn.Sequential(scripted) if in_part else scripted)
+    before = {name: b.clone() for name, b in expert.module.named_buffers()}
+    for evaluate in (False, True):
+        read(expert, evaluate=evaluate)
+        torch.testing.assert_close(dict(expert.module.named_buffers()), before)
+    expert.forward([forward_call(1, rows(2, seed=1))])
+    assert all((b == 1).all() for b in expert.module.buffers())
+
+
 def test_a_reader_that_comes_first_leaves_no_buffers() -> None:
     expert = hosted(Late(in_part=False))
     read(expert)
