@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from experts_server import ExpertsServer
@@ -220,3 +221,19 @@ def test_servers_that_are_far_away() -> None:
         with pytest.raises(ServerUnavailableError, match="timed out"):
             connect(f"127.0.0.1:{full.getsockname()[1]}", timeout_s=120.0)
         assert time.monotonic() - began_s < 60.0
+
+
+@of("a client that was connected before calls under a checkpoint, reentrant or not: both runs draw")
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_hooks_that_draw_and_come_late(is_reentrant: bool) -> None:
+    layer, x = nn.Linear(16, 16, bias=False), torch.ones(8, 16, requires_grad=True)
+    nn.init.eye_(layer.weight)
+    with ExpertsServer({"e": layer}) as server, connect(server.address) as before:
+        layer.register_forward_hook(lambda _, __, y: torch.dropout(y, 0.5, True))
+        with connect(server.address) as after:
+            for experts in (before, after):
+                y = checkpoint(lambda x, e: e(x).square(), x, experts["e"], use_reentrant=is_reentrant)
+                x.grad = None
+                y.sum().backward()
+                assert x.grad is not None
+                assert torch.equal(x.grad != 0, y != 0) == (experts is after)
