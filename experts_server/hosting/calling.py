@@ -56,7 +56,7 @@ class ModuleCaller:
         self._modes: list[tuple[nn.Module, bool]] = []  # of all its parts, as they were when it last trained
         check_calls(f"expert {name!r}", module)
         check_weights(f"expert {name!r}", module)
-        self.spec = infer_spec(module)
+        self.spec = infer_spec(module)  # as it was hosted
         self.random = RandomStream(name, module)
         self.changes_inputs = False  # in place; found out
         # By `evaluate`: whether it changes its buffers, as spectral normalization does; found out at the first call.
@@ -286,7 +286,8 @@ class ModuleCaller:
 
     def _explain(self, inputs: tuple[Tensor, ...], error: BaseException) -> RemoteError:
         failure = self.failure("forward", error)
-        likely = None if self.spec.width is None else self.spec.mismatch(self.name, inputs[0])
+        spec = infer_spec(self.module)
+        likely = None if spec.width is None else spec.mismatch(self.name, inputs[0])
         return failure if likely is None else InvalidCallError(f"{likely} Its module raised {told(error)}")
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from experts_server.hosting.calls import BackwardCall, ForwardCall
 from experts_server.hosting.gradients import Gradients, are_surely_finite, is_finite
-from experts_server.spec import InputSpec
+from experts_server.spec import InputSpec, infer_spec
 from moe_autograd.autograd.anchors import lead_to_anchors, trained_elsewhere
 from moe_autograd.autograd.offload import checks as offload_checks
 from moe_autograd.autograd.offload.flat import is_made_of_others
@@ -135,14 +135,25 @@ def check_frozen(expert: str, weights: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def check_inputs(expert: str, spec: InputSpec, call: ForwardCall | BackwardCall) -> None:
-    """Check number, shape and dtype of a call's inputs, as far as the expert is known without asking it."""
+def check_inputs(expert: str, spec: InputSpec, call: ForwardCall | BackwardCall, module: nn.Module) -> None:
+    """Check number, shape and dtype of a call's inputs, as far as the expert is known without asking it.
+
+    Args:
+        expert: its name.
+        spec: of `module` as it was hosted. Hooks that have come since may take what it refuses.
+        call: whose inputs they are.
+        module: is looked at again where the inputs do not fit.
+
+    Raises:
+        InvalidCallError: they cannot be right.
+    """
     inputs = call.inputs
     if inputs is None:
         return
     if not inputs:
         raise InvalidCallError(f"expert {expert!r}: expected at least one tensor, got none. Pass its inputs.")
-    if spec.is_certain and (wrong := spec.mismatch(expert, inputs[0])) is not None:
+    wrong = spec.mismatch(expert, inputs[0]) if spec.is_certain else None
+    if wrong is not None and infer_spec(module) == spec:
         raise InvalidCallError(wrong)
     wanted = call.input_requires_grad if isinstance(call, ForwardCall) else call.wants_input_grads
     if any(

@@ -45,6 +45,7 @@ from experts_server.hosting.ledger import Ledger, Reply
 from experts_server.hosting.offloading import Lodger, OffloadMemory
 from experts_server.hosting.own_memory import OwnMemory, apart
 from experts_server.hosting.training import Trainer, Training
+from experts_server.spec import InputSpec, infer_spec
 from moe_autograd.autograd.contents.compiled import is_compiled
 from moe_autograd.autograd.in_turn import is_small
 from moe_autograd.errors import InputsNeededError, RemoteError
@@ -94,7 +95,6 @@ class HostedExpert:
         self.module = module
         self.failures = failures or FailureLog()
         self.caller = ModuleCaller(name, module, eval_only=eval_only, is_trained=training is not None)
-        self.spec = self.caller.spec
         self.joiner = Joiner(self.caller, training, can_join=can_join)
         self._differentiator = Differentiator(self.caller, self.joiner)
         self.kept = OwnForwards(name, memory.kept)
@@ -119,6 +119,11 @@ class HostedExpert:
     def training(self) -> Training | None:
         """How it is trained; `None`: it is not."""
         return None if self.trainer is None else self.trainer.training
+
+    @property
+    def spec(self) -> InputSpec:
+        """What it takes, as far as that is known of its module as it is now."""
+        return infer_spec(self.module)
 
     @property
     def num_updates(self) -> int:
@@ -181,7 +186,7 @@ class HostedExpert:
 
         Cheap, and called by whoever takes the call in; values are looked at when its turn comes.
         """
-        check_inputs(self.name, self.spec, call)
+        check_inputs(self.name, self.caller.spec, call, self.module)
 
     def is_small(self, call: Call) -> bool:
         """Whether a call takes less time than a worker costs: it only computes, and its answer travels as it is."""

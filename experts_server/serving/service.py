@@ -162,6 +162,8 @@ class Service:
         for info, queue in zip(self._info_reply.experts, self.registry.values(), strict=True):
             info.num_updates, info.replica = queue.hosted.num_updates, queue.hosted.replica
             info.may_draw = not queue.hosted.caller.random.is_silent  # hooks may have come
+            info.ClearField("inputs")
+            info.inputs.extend(_inputs_of(queue.hosted))
         self._info_reply.up_for_s = time.monotonic() - self._started_at
         return self._info_reply
 
@@ -281,12 +283,17 @@ def _check_kind(request: pb.UpdateRequest, kind: str) -> None:
         )
 
 
+def _inputs_of(hosted: HostedExpert) -> list[pb.TensorSpec]:
+    spec = hosted.spec
+    return [spec.tensor.message()] if spec.is_certain else []
+
+
 def _expert_info(hosted: HostedExpert, layout: int) -> pb.ExpertInfo:
-    spec, training = hosted.spec, hosted.training
+    training = hosted.training
     return pb.ExpertInfo(
         name=hosted.name,
         kind=type(hosted.module).__name__,
-        inputs=[spec.tensor.message()] if spec.is_certain else [],
+        inputs=_inputs_of(hosted),
         num_parameters=sum(p.numel() for p in hosted.module.parameters()),
         is_trained=training is not None,
         update="ON_STEP" if training is None else training.update.upper(),

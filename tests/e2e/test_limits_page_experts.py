@@ -237,3 +237,15 @@ def test_hooks_that_draw_and_come_late(is_reentrant: bool) -> None:
                 y.sum().backward()
                 assert x.grad is not None
                 assert torch.equal(x.grad != 0, y != 0) == (experts is after)
+
+
+@of(
+    "Under autocast, such a client goes on rounding inputs to the dtype that the expert took before: **no error**"
+)
+def test_hooks_that_take_other_inputs_and_come_late() -> None:
+    layer, x = nn.Linear(2, 2).bfloat16(), torch.full((1, 2), 1000.5)
+    with ExpertsServer({"e": layer}) as server, connect(server.address) as experts:
+        layer.register_forward_pre_hook(lambda _, inputs: ((inputs[0].float() - 1000).bfloat16(),))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(experts["e"](x), layer(torch.full((1, 2), 1000.0)))
+            assert not torch.equal(experts["e"](x), layer(x))

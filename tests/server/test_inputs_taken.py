@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
-from experts_server.spec import infer_spec
+from experts_server.spec import InputSpec, infer_spec
 from moe_autograd import FeedForwardExpert, SwiGLUExpert
+from moe_autograd.errors import InvalidCallError
 from moe_autograd.remote import connect
 
 D = 4
@@ -79,6 +81,67 @@ def test_what_a_module_takes_here_it_takes_on_a_server(name: str) -> None:
         torch.testing.assert_close(experts["e"](x), module(x))
 
 
+def _cast(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    return nn.functional.pad(inputs[0].float(), (0, D - inputs[0].shape[-1]))
+
+
+def _hook_on(module: nn.Module) -> None:
+    module.register_forward_pre_hook(_cast)
+
+
+def _hook_within(module: nn.Module) -> None:
+    next(part for part in module.modules() if type(part) is nn.Linear).register_forward_pre_hook(_cast)
+
+
+def _forward_put_into(module: nn.Module) -> None:
+    forward = module.forward
+    module.forward = lambda x: forward(_cast(module, (x,)))  # type: ignore[method-assign]
+
+
+LATE = [_hook_on, _hook_within, _forward_put_into]
+MADE: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(D, D),
+    "sequential": lambda: nn.Sequential(nn.Sequential(nn.Linear(D, D))),
+    "ffn": lambda: FeedForwardExpert(D),
+}
+
+
+@pytest.mark.parametrize("put_on", LATE)
+@pytest.mark.parametrize("name", MADE)
+def test_what_a_module_takes_since_it_is_hosted_it_takes_on_a_server(
+    name: str, put_on: Callable[[nn.Module], None]
+) -> None:
+    module = MADE[name]()
+    with ExpertsServer({"e": module}) as server, connect(server.address) as before:
+        before["e"](ROWS)
+        with pytest.raises(InvalidCallError, match=r"expected shape \(.*, 4\), got \(3, 3\)"):
+            before["e"](ROWS[:, 1:])
+        put_on(module)
+        with connect(server.address) as after:
+            for experts in (before, after):
+                for x in (ROWS[:, 1:], ROWS.double(), torch.tensor([[1, 3]])):
+                    torch.testing.assert_close(experts["e"](x), module(x))
+
+
+def test_a_first_layer_that_was_replaced_says_what_is_taken() -> None:
+    module, x = nn.Sequential(nn.Linear(D, D), nn.ReLU()), torch.ones(2, 6)
+    with ExpertsServer({"e": module}) as server:
+        module[0] = nn.Linear(6, D)
+        with connect(server.address) as experts:
+            torch.testing.assert_close(experts["e"](x), module(x))
+            with pytest.raises(InvalidCallError, match=r"expected shape \(.*, 6\), got \(2, 5\)"):
+                experts["e"](x[:, 1:])
+
+
+def test_declared_inputs_stay_what_is_taken() -> None:
+    module = nn.Linear(D, D)
+    module.input_spec = InputSpec(torch.float32, D, is_certain=True)  # type: ignore[assignment]
+    with ExpertsServer({"e": module}) as server, connect(server.address) as experts:
+        _hook_on(module)
+        with pytest.raises(InvalidCallError, match=r"expected shape \(.*, 4\), got \(3, 3\)"):
+            experts["e"](ROWS[:, 1:])
+
+
 def test_a_vector_has_gradients_as_here() -> None:
     layer = nn.Linear(D, D)
     own = copy.deepcopy(layer)
@@ -118,6 +181,14 @@ def test_autocast_rounds_no_input_that_code_of_ones_own_takes(module: nn.Module)
         torch.autocast("cpu", dtype=torch.bfloat16),
     ):
         torch.testing.assert_close(experts["e"](x), module(x))
+
+
+def test_autocast_rounds_no_input_that_a_hook_takes_which_came_before_the_client() -> None:
+    module, x = nn.Linear(D, D).bfloat16(), 1000 + ROWS
+    with ExpertsServer({"e": module}) as server:
+        module.register_forward_pre_hook(lambda _, inputs: ((inputs[0].float() - 1000).bfloat16(),))
+        with connect(server.address) as experts, torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.testing.assert_close(experts["e"](x), module(x))
 
 
 @pytest.mark.parametrize(
