@@ -82,7 +82,8 @@ class Service:
             for name, queue in registry.items()
         }
         self._started_at = time.monotonic()
-        # so is all the rest, or each Info of thousands of experts would hold up everybody for a fifth of a second
+        # so is the rest, or each Info of thousands of experts would hold up everybody for a fifth of a second
+        self._had_late_hooks: set[str] = set()  # which may change what their experts take, and whether they draw
         self._info_reply = pb.InfoReply(
             server_version=metadata.version("moe-autograd"),
             server_id=self.server_id,
@@ -160,10 +161,13 @@ class Service:
 
     async def _info(self, _: pb.InfoRequest) -> pb.InfoReply:
         for info, queue in zip(self._info_reply.experts, self.registry.values(), strict=True):
-            info.num_updates, info.replica = queue.hosted.num_updates, queue.hosted.replica
-            info.may_draw = not queue.hosted.caller.random.is_silent  # hooks may have come
-            info.ClearField("inputs")
-            info.inputs.extend(_inputs_of(queue.hosted))
+            hosted = queue.hosted
+            info.num_updates, info.replica = hosted.num_updates, hosted.replica
+            if hosted.caller.late_hooks or info.name in self._had_late_hooks:
+                self._had_late_hooks.add(info.name)
+                info.may_draw = not hosted.caller.random.is_silent
+                info.ClearField("inputs")
+                info.inputs.extend(_inputs_of(hosted))
         self._info_reply.up_for_s = time.monotonic() - self._started_at
         return self._info_reply
 
