@@ -27,7 +27,7 @@ def take_optimizer(place: str, optimizer: torch.optim.Optimizer) -> tuple[dict[s
     """Return its tensors (not yet copied), and what a snapshot says of it besides.
 
     Raises:
-        CheckpointError: some of it is neither a tensor nor a plain value.
+        CheckpointError: some of it is neither a tensor nor a plain value, or several tensors have memory in common.
     """
     saved = dict(optimizer.state_dict())
     if not saved.keys() >= _OF_TORCH:
@@ -48,6 +48,7 @@ def take_optimizer(place: str, optimizer: torch.optim.Optimizer) -> tuple[dict[s
             scalars[name] = copy.deepcopy(value)
         else:
             raise cannot_hold(f"{place}, state {key!r}", value)
+    _check_memory_apart(place, tensors)
     entries_of_its_own = {key: value for key, value in saved.items() if key not in _OF_TORCH}
     for key, value in entries_of_its_own.items():
         if not is_plain({key: value}):
@@ -58,6 +59,28 @@ def take_optimizer(place: str, optimizer: torch.optim.Optimizer) -> tuple[dict[s
         "optimizer_also_under": also_under,
         "optimizer_entries": copy.deepcopy(entries_of_its_own),
     }
+
+
+def _check_memory_apart(place: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `CheckpointError` where what is written to one tensor changes another: after a restart they are apart."""
+    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        if tensor.layout is torch.strided and not tensor.is_nested:
+            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
+    for sharing in by_storage.values():
+        if len(sharing) == 1:
+            continue
+        is_taken = torch.zeros(sharing[0][1].untyped_storage().nbytes(), dtype=torch.bool, device="cpu")
+        for name, tensor in sharing:  # they may be apart, as parts of one tensor can
+            size = tensor.itemsize
+            strides = *(stride * size for stride in tensor.stride()), 1
+            bytes_of_it = is_taken.as_strided((*tensor.shape, size), strides, tensor.storage_offset() * size)
+            if bytes_of_it.any():
+                key = name.split(".", 2)[2]
+                raise cannot_hold(
+                    f"{place}, state {key!r}", tensor, "a tensor that has no memory of another one"
+                )
+            bytes_of_it.fill_(True)
 
 
 def _entries_of_state(place: str, state: Mapping[Any, Mapping[Any, Any]]) -> Iterator[tuple[int, str, Any]]:

@@ -169,6 +169,39 @@ def test_a_tensor_in_several_places_is_one_of_the_checkpoint_and_one_after_a_res
         assert counts[0].dtype == torch.float64
 
 
+class InParts(Slowing):
+    """Counts in a part of a tensor, of which it keeps another part, and all of it if it is told to."""
+
+    keeps_all = False
+
+    def counted(self, parameter: Tensor) -> float:
+        state = self.state[parameter]
+        if not state:
+            counts = torch.zeros(*parameter.shape, 2)
+            state["twice"], state["once"] = counts.unbind(-1)
+            state |= {"counts": counts} if self.keeps_all else {}
+        state["once"].add_(1)
+        state["twice"].add_(2)
+        return float(state["twice"].max()) / 2
+
+
+class InPartsOfOne(InParts):
+    keeps_all = True
+
+
+def test_parts_of_a_tensor_that_are_apart_outlive_a_restart(tmp_path: Path) -> None:
+    assert_goes_on(InParts, tmp_path)
+
+
+def test_state_that_is_in_the_memory_of_other_state_is_refused_by_name() -> None:
+    """It was one of its own after a restart, and what was written to it reached the other no more."""
+    client = Client(hosted(training(InPartsOfOne)))
+    train(client, range(1))
+    said = "expert 'e', optimizer, state 'counts': expected a tensor that has no memory of another one, got Tensor"
+    with pytest.raises(CheckpointError, match=said):
+        take(client.expert)
+
+
 class UnderANumber(Slowing):
     """Its state came back under "0", and it began anew."""
 
