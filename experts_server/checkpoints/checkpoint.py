@@ -34,8 +34,9 @@ from typing import Any, Self
 
 import xxhash
 
+from experts_server.checkpoints.earlier import FORMAT, READ_FORMATS
 from experts_server.checkpoints.expert_file import read_snapshot, write_flushed, write_snapshot
-from experts_server.checkpoints.snapshot import FORMAT, Snapshot
+from experts_server.checkpoints.snapshot import Snapshot
 from experts_server.configuration.names import check_name
 from experts_server.locks import take_folder
 from moe_autograd._contexts import contextmanager
@@ -268,7 +269,7 @@ def _read_manifest(path: Path) -> Any:
     if xxhash.xxh3_64_hexdigest(body.encode()) != sealed["xxh3_64"]:
         raise ValueError(f"the checksum of {path.name} is not that of its content")
     manifest = json.loads(body)
-    if manifest["format"] != FORMAT:
+    if manifest["format"] not in READ_FORMATS:
         raise CheckpointError(
             f"checkpoint {str(path.parent)!r}: expected format {FORMAT}, got {manifest['format']}: another version of "
             "moe-autograd wrote it. Start that one, or move this generation away to go on from the one before."

@@ -16,6 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from experts_server.checkpoints.earlier import as_of_now
 from experts_server.checkpoints.snapshot import Snapshot, tells_of_no_memory
 from moe_autograd.autograd.offload.flat import Field, Layout
 from moe_autograd.errors import CheckpointError
@@ -76,7 +77,7 @@ def read_snapshot(path: Path, entry: Mapping[str, Any]) -> Snapshot:
             file.seek(begin + field.start)
             if file.readinto(_bytes_of(tensors[name])) != field.num_bytes:
                 raise ValueError(f"{path.name} has changed while it was read")
-    return Snapshot(tensors, json.loads(header["__metadata__"][PLAIN_KEY]))
+    return Snapshot(tensors, as_of_now(json.loads(header["__metadata__"][PLAIN_KEY])))
 
 
 def _empty(field: Field) -> Tensor:

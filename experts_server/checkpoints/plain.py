@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +21,23 @@ def group_of(tensors: Mapping[str, Tensor], group: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def changed(
-    place: str, now: Mapping[str, Any], before: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what is not as it was `before`, and of tensors of one number, for which their values stand, the dtype.
+@dataclass(frozen=True)
+class Changes:
+    """What is not as it was built.
+
+    Attributes:
+        values: by key; of tensors of one number, their values.
+        dtypes: of those that are tensors.
+        removed: the keys that are there no more.
+    """
+
+    values: dict[str, Any]
+    dtypes: dict[str, str]
+    removed: list[str]
+
+
+def changed(place: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> Changes:
+    """Return what is not as it was `before`.
 
     Raises:
         CheckpointError: some of it is no plain value.
@@ -39,7 +53,7 @@ def changed(
         values[key] = value if dtype is None else tree_map(Tensor.item, value)
         if not is_plain(values[key]):
             raise cannot_hold(f"{place} {key!r}", value, "a value that JSON gives back")
-    return values, dtypes
+    return Changes(values, dtypes, [key for key in before if key not in now])
 
 
 def check_apart(place: str, entries: Iterable[tuple[str, Any]]) -> None:
@@ -54,25 +68,26 @@ def check_apart(place: str, entries: Iterable[tuple[str, Any]]) -> None:
         seen |= of_this
 
 
-def put_back(
-    built: dict[str, Any], values: Mapping[str, Any], dtypes: Mapping[str, str], *, has_tuples: bool
-) -> None:
+def put_back(built: dict[str, Any], changes: Changes, *, has_tuples: bool) -> None:
     """Set what had `changed` since it was built; tensors come to where those are that it was built with.
 
     Args:
         built: what is changed.
-        values: by key.
-        dtypes: of those that were tensors.
+        changes: how.
         has_tuples: whether sequences were tuples; otherwise they were lists.
     """
-    for key, value in values.items():
-        if key in dtypes:
+    for key, value in changes.values.items():
+        if key in changes.dtypes:
             device = next(
                 (leaf.device for leaf in tree_leaves(built.get(key)) if isinstance(leaf, Tensor)), None
             )
-            as_tensor = functools.partial(torch.tensor, dtype=getattr(torch, dtypes[key]), device=device)
+            as_tensor = functools.partial(
+                torch.tensor, dtype=getattr(torch, changes.dtypes[key]), device=device
+            )
             value = tree_map(as_tensor, value)
         built[key] = tuple(value) if has_tuples and isinstance(value, list) else value
+    for key in changes.removed:
+        built.pop(key, None)
 
 
 def _dtype_of_numbers(value: Any) -> torch.dtype | None:

@@ -17,14 +17,22 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from experts_server.checkpoints.optimizer_state import load_optimizer, take_optimizer
-from experts_server.checkpoints.plain import cannot_hold, changed, check_apart, group_of, is_plain, put_back
+from experts_server.checkpoints.plain import (
+    Changes,
+    cannot_hold,
+    changed,
+    check_apart,
+    group_of,
+    is_plain,
+    put_back,
+)
 from experts_server.hosting.gathered import Gathered
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.loading import keeping_parameters
@@ -32,8 +40,6 @@ from experts_server.hosting.state import in_one_line
 from experts_server.hosting.training import Trainer
 from moe_autograd._metadata import metadata_of, with_metadata
 from moe_autograd.errors import CheckpointError
-
-FORMAT = 6
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,7 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
     of_schedule = changed(f"{place}.schedule", schedule, built_schedule)
     of_groups = [changed(f"{place}, group", *pair) for pair in zip(groups, built_groups, strict=True)]
     all_changed = zip([schedule, *groups], [of_schedule, *of_groups], strict=True)
-    check_apart(f"{place}, group", ((key, now[key]) for now, (_, dtypes) in all_changed for key in dtypes))
+    check_apart(f"{place}, group", ((key, now[key]) for now, of_it in all_changed for key in of_it.dtypes))
     return tensors, {
         "num_updates": trainer.num_updates,
         "update": trainer.training.update,
@@ -158,9 +164,8 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
         "taken_at_s": time.time(),
         "schedule_class": _schedule_class(trainer),
         "schedule_has_ended": trainer.schedule_end is not None,
-        "schedule": of_schedule[0],
-        "groups": [values for values, _ in of_groups],
-        "dtypes": {"schedule": of_schedule[1], "groups": [dtypes for _, dtypes in of_groups]},
+        "schedule": asdict(of_schedule),
+        "groups": [*map(asdict, of_groups)],
         **of_optimizer,
     }
 
@@ -175,10 +180,9 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot) -> None:
     groups, schedule_state = copy.deepcopy(trainer.training.built_with)
     goes_on = plain["schedule_class"] == _schedule_class(trainer)  # otherwise rates begin as configured now
     if goes_on:
-        dtypes = plain["dtypes"]
-        put_back(schedule_state, plain["schedule"], dtypes["schedule"], has_tuples=False)
-        for group, *saved in zip(groups, plain["groups"], dtypes["groups"], strict=True):
-            put_back(group, *saved, has_tuples=True)
+        put_back(schedule_state, Changes(**plain["schedule"]), has_tuples=False)
+        for group, saved in zip(groups, plain["groups"], strict=True):
+            put_back(group, Changes(**saved), has_tuples=True)
     for group, own in zip(groups, optimizer.state_dict()["param_groups"], strict=True):
         group["params"] = own["params"]
     load_optimizer(optimizer, groups, snapshot.tensors, plain)

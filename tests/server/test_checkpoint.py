@@ -17,7 +17,8 @@ from click.testing import CliRunner
 
 from experts_server import ExpertsServer
 from experts_server.checkpoints.checkpoint import CheckpointFolder, _sealed
-from experts_server.checkpoints.snapshot import FORMAT, Snapshot
+from experts_server.checkpoints.earlier import FORMAT
+from experts_server.checkpoints.snapshot import Snapshot
 from experts_server.command.cli import main
 from moe_autograd.errors import CheckpointError
 from moe_autograd.moe.experts import FeedForwardExpert

@@ -274,6 +274,22 @@ def test_numbers_and_tensors_in_groups_outlive_a_restart(make: Make, tmp_path: P
     assert_goes_on(make, tmp_path)
 
 
+class WarmingUp(Slowing):
+    """Makes one step that is larger, and takes away what says so."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.param_groups[0]["first"] = True
+
+    def counted(self, parameter: Tensor) -> float:
+        return 0.1 if self.param_groups[0].pop("first", False) else 1.0
+
+
+def test_what_an_optimizer_has_taken_out_of_its_group_is_not_there_after_a_restart(tmp_path: Path) -> None:
+    """It was back, and the larger step was made again after each restart."""
+    assert_goes_on(WarmingUp, tmp_path)
+
+
 def test_a_rate_that_is_a_tensor_is_one_after_a_restart_and_one_that_is_none_is_not(tmp_path: Path) -> None:
     client = Client(hosted(training(with_a_rate_halved_in_place)))
     train(client, range(1))
