@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 FORMAT = 7
@@ -14,10 +14,14 @@ def as_of_now(plain: Mapping[str, Any]) -> dict[str, Any]:
     now = dict(plain)
     if "dtypes" in now:  # until format 6, beside what has changed
         dtypes = now.pop("dtypes")
-        now["schedule"] = _changes(now["schedule"], dtypes["schedule"])
-        now["groups"] = [*map(_changes, now["groups"], dtypes["groups"])]
+        now["schedule"] = _changes(now["schedule"], dtypes["schedule"], [])
+        now["groups"] = [
+            _changes(values, dtypes_of_it, [key for key, value in values.items() if isinstance(value, list)])
+            for values, dtypes_of_it in zip(now["groups"], dtypes["groups"], strict=True)
+        ]
     return now
 
 
-def _changes(values: Mapping[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:
-    return {"values": values, "dtypes": dtypes, "removed": []}
+def _changes(values: Mapping[str, Any], dtypes: Mapping[str, str], tuples: Iterable[str]) -> dict[str, Any]:
+    """Return them as they are told now. Of groups all lists counted as tuples, which most of them are."""
+    return {"values": values, "dtypes": dtypes, "kinds": dict.fromkeys(tuples, "tuple"), "removed": []}

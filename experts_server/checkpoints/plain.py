@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_autograd.errors import CheckpointError
+
+_SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple}  # besides lists
 
 
 def group_of(tensors: Mapping[str, Tensor], group: str) -> dict[str, Tensor]:
@@ -28,11 +30,13 @@ class Changes:
     Attributes:
         values: by key; of tensors of one number, their values.
         dtypes: of those that are tensors.
+        kinds: of those that are sequences, and no lists.
         removed: the keys that are there no more.
     """
 
     values: dict[str, Any]
     dtypes: dict[str, str]
+    kinds: dict[str, str]
     removed: list[str]
 
 
@@ -53,7 +57,7 @@ def changed(place: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> Ch
         values[key] = value if dtype is None else tree_map(Tensor.item, value)
         if not is_plain(values[key]):
             raise cannot_hold(f"{place} {key!r}", value, "a value that JSON gives back")
-    return Changes(values, dtypes, [key for key in before if key not in now])
+    return Changes(values, dtypes, kinds_of_sequences(values), [key for key in before if key not in now])
 
 
 def check_apart(place: str, entries: Iterable[tuple[str, Any]]) -> None:
@@ -68,14 +72,18 @@ def check_apart(place: str, entries: Iterable[tuple[str, Any]]) -> None:
         seen |= of_this
 
 
-def put_back(built: dict[str, Any], changes: Changes, *, has_tuples: bool) -> None:
-    """Set what had `changed` since it was built; tensors come to where those are that it was built with.
+def kinds_of_sequences(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return those that JSON gives back as lists, and are none: the names of their classes."""
+    return {key: "tuple" for key, value in values.items() if isinstance(value, tuple)}
 
-    Args:
-        built: what is changed.
-        changes: how.
-        has_tuples: whether sequences were tuples; otherwise they were lists.
-    """
+
+def of_kind(value: Iterable[Any], kind: str) -> Any:
+    """Return a sequence as it was before JSON had it."""
+    return _SEQUENCES[kind](value)
+
+
+def put_back(built: dict[str, Any], changes: Changes) -> None:
+    """Set what had `changed` since it was built; tensors come to where those are that it was built with."""
     for key, value in changes.values.items():
         if key in changes.dtypes:
             device = next(
@@ -85,7 +93,7 @@ def put_back(built: dict[str, Any], changes: Changes, *, has_tuples: bool) -> No
                 torch.tensor, dtype=getattr(torch, changes.dtypes[key]), device=device
             )
             value = tree_map(as_tensor, value)
-        built[key] = tuple(value) if has_tuples and isinstance(value, list) else value
+        built[key] = of_kind(value, changes.kinds[key]) if key in changes.kinds else value
     for key in changes.removed:
         built.pop(key, None)
 

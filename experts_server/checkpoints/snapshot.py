@@ -180,9 +180,9 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot) -> None:
     groups, schedule_state = copy.deepcopy(trainer.training.built_with)
     goes_on = plain["schedule_class"] == _schedule_class(trainer)  # otherwise rates begin as configured now
     if goes_on:
-        put_back(schedule_state, Changes(**plain["schedule"]), has_tuples=False)
+        put_back(schedule_state, Changes(**plain["schedule"]))
         for group, saved in zip(groups, plain["groups"], strict=True):
-            put_back(group, Changes(**saved), has_tuples=True)
+            put_back(group, Changes(**saved))
     for group, own in zip(groups, optimizer.state_dict()["param_groups"], strict=True):
         group["params"] = own["params"]
     load_optimizer(optimizer, groups, snapshot.tensors, plain)

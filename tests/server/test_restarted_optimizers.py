@@ -290,6 +290,26 @@ def test_what_an_optimizer_has_taken_out_of_its_group_is_not_there_after_a_resta
     assert_goes_on(WarmingUp, tmp_path)
 
 
+class Listing(Slowing):
+    """Counts in lists of its group: one that it was built with, and one that comes later."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.param_groups[0] |= {"steps": [], "pair": (1.0,)}
+
+    def counted(self, parameter: Tensor) -> float:
+        (group,) = self.param_groups
+        group["steps"].append(1.0)
+        group.setdefault("later", []).append(1.0)
+        group["pair"] += (1.0,)
+        return float(len(group["steps"]) + len(group["later"]) + len(group["pair"]))
+
+
+def test_lists_in_a_group_are_lists_after_a_restart_and_tuples_are_tuples(tmp_path: Path) -> None:
+    """All were tuples, and no step was made any more."""
+    assert_goes_on(Listing, tmp_path)
+
+
 def test_a_rate_that_is_a_tensor_is_one_after_a_restart_and_one_that_is_none_is_not(tmp_path: Path) -> None:
     client = Client(hosted(training(with_a_rate_halved_in_place)))
     train(client, range(1))
