@@ -19,6 +19,8 @@ def as_of_now(plain: Mapping[str, Any]) -> dict[str, Any]:
             _changes(values, dtypes_of_it, [key for key, value in values.items() if isinstance(value, list)])
             for values, dtypes_of_it in zip(now["groups"], dtypes["groups"], strict=True)
         ]
+    if "optimizer_tuples" in now:  # until format 6
+        now["optimizer_kinds"] = dict.fromkeys(now.pop("optimizer_tuples"), "tuple")
     return now
 
 

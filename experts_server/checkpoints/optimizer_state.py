@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts_server.checkpoints.plain import cannot_hold, group_of, is_plain
+from experts_server.checkpoints.plain import cannot_hold, group_of, is_plain, kinds_of_sequences, of_kind
 from experts_server.hosting.gradients import laid_out_like
 
 _OF_TORCH = {"state", "param_groups"}  # in a `state_dict`, which may have more
@@ -55,7 +55,7 @@ def take_optimizer(place: str, optimizer: torch.optim.Optimizer) -> tuple[dict[s
             raise cannot_hold(f"{place}, {key!r} of its state_dict", value, "a value that JSON gives back")
     return tensors, {
         "optimizer_scalars": scalars,
-        "optimizer_tuples": [name for name, value in scalars.items() if isinstance(value, tuple)],
+        "optimizer_kinds": kinds_of_sequences(scalars),
         "optimizer_also_under": also_under,
         "optimizer_entries": copy.deepcopy(entries_of_its_own),
     }
@@ -117,8 +117,8 @@ def load_optimizer(
 def _state_of_optimizer(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     state: dict[int, dict[str, Any]] = {}
     saved = group_of(tensors, "optimizer") | plain["optimizer_scalars"]
-    for name in plain["optimizer_tuples"]:
-        saved[name] = tuple(saved[name])
+    for name, kind in plain["optimizer_kinds"].items():
+        saved[name] = of_kind(saved[name], kind)
     for name, others in plain["optimizer_also_under"].items():
         saved |= dict.fromkeys(others, saved[name])
     for name, value in saved.items():

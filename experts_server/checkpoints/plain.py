@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_autograd.errors import CheckpointError
 
-_SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple}  # besides lists
+_SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple, "Size": torch.Size}  # besides lists
 
 
 def group_of(tensors: Mapping[str, Tensor], group: str) -> dict[str, Tensor]:
@@ -74,7 +74,7 @@ def check_apart(place: str, entries: Iterable[tuple[str, Any]]) -> None:
 
 def kinds_of_sequences(values: Mapping[str, Any]) -> dict[str, str]:
     """Return those that JSON gives back as lists, and are none: the names of their classes."""
-    return {key: "tuple" for key, value in values.items() if isinstance(value, tuple)}
+    return {key: type(value).__name__ for key, value in values.items() if isinstance(value, tuple)}
 
 
 def of_kind(value: Iterable[Any], kind: str) -> Any:
@@ -123,12 +123,23 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON gives it back as it is, but for a tuple, which comes back as a list."""
+    """Whether JSON gives it back as it is, but for a tuple or a `torch.Size`, which come back as lists."""
+    as_told = list(value) if type(value) in _SEQUENCES.values() else value
     try:
-        back = json.loads(json.dumps(value))
+        back = json.loads(json.dumps(as_told))
     except (TypeError, ValueError):
         return False
-    return _is_same(back, list(value) if isinstance(value, tuple) else value)
+    return _is_same(back, as_told) and _is_of_json(as_told)
+
+
+def _is_of_json(value: Any) -> bool:
+    """Whether all in it is of JSON's own classes, as which others (enums, named tuples) would come back."""
+    if type(value) is dict:
+        return all(map(_is_of_json, value.values()))
+    if type(value) is list:
+        return all(map(_is_of_json, value))
+    # numpy's numbers compute alike
+    return value is None or type(value) in (str, int, float, bool) or type(value).__module__ == "numpy"
 
 
 def cannot_hold(

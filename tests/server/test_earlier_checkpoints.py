@@ -34,10 +34,12 @@ def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def as_format_6_has_it(plain: dict[str, Any]) -> dict[str, Any]:
     """Return what was written then: dtypes beside what has changed, and nothing of what was removed."""
     schedule, groups = plain["schedule"], plain["groups"]
-    return plain | {
+    told = {key: value for key, value in plain.items() if key != "optimizer_kinds"}
+    return told | {
         "schedule": schedule["values"],
         "groups": [group["values"] for group in groups],
         "dtypes": {"schedule": schedule["dtypes"], "groups": [group["dtypes"] for group in groups]},
+        "optimizer_tuples": [*plain["optimizer_kinds"]],
     }
 
 
@@ -63,6 +65,7 @@ def test_a_checkpoint_of_format_6_is_read_as_it_was_by_its_own_version(tmp_path:
         group.pop("params")
     assert found == groups
     assert type(found[0]["betas"]) is tuple
+    assert (1, 2) in [state.get("steps") for state in optimizer_of(again.expert).state.values()]
     torch.testing.assert_close(
         found[0]["betas"], (torch.tensor(0.1125), torch.tensor(0.12375)), rtol=1e-6, atol=0
     )
