@@ -20,6 +20,7 @@ def as_of_now(plain: Mapping[str, Any]) -> dict[str, Any]:
             for values, dtypes_of_it in zip(now["groups"], dtypes["groups"], strict=True)
         ]
     if "optimizer_tuples" in now:  # until format 6
+        now["optimizer_empty"] = []
         now["optimizer_kinds"] = dict.fromkeys(now.pop("optimizer_tuples"), "tuple")
     return now
 

@@ -57,6 +57,7 @@ def take_optimizer(place: str, optimizer: torch.optim.Optimizer) -> tuple[dict[s
         "optimizer_scalars": scalars,
         "optimizer_kinds": kinds_of_sequences(scalars),
         "optimizer_also_under": also_under,
+        "optimizer_empty": [index for index, entries in saved["state"].items() if not entries],
         "optimizer_entries": copy.deepcopy(entries_of_its_own),
     }
 
@@ -115,7 +116,7 @@ def load_optimizer(
 
 
 def _state_of_optimizer(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[int, dict[str, Any]] = {index: {} for index in plain["optimizer_empty"]}
     saved = group_of(tensors, "optimizer") | plain["optimizer_scalars"]
     for name, kind in plain["optimizer_kinds"].items():
         saved[name] = of_kind(saved[name], kind)

@@ -34,7 +34,7 @@ def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def as_format_6_has_it(plain: dict[str, Any]) -> dict[str, Any]:
     """Return what was written then: dtypes beside what has changed, and nothing of what was removed."""
     schedule, groups = plain["schedule"], plain["groups"]
-    told = {key: value for key, value in plain.items() if key != "optimizer_kinds"}
+    told = {key: value for key, value in plain.items() if key not in ("optimizer_kinds", "optimizer_empty")}
     return told | {
         "schedule": schedule["values"],
         "groups": [group["values"] for group in groups],

@@ -164,6 +164,15 @@ class Sizing(Slowing):
         return float(size.numel() + self.param_groups[0].setdefault("last", size).numel())
 
 
+class LookingForState(Slowing):
+    """Makes a larger step for a weight that has no state yet, and keeps an empty one."""
+
+    def counted(self, parameter: Tensor) -> float:
+        is_first = parameter not in self.state
+        self.state[parameter]  # there from now on
+        return 0.1 if is_first else 1.0
+
+
 class OfNumpy(Slowing):
     def counted(self, parameter: Tensor) -> float:
         state = self.state[parameter]
@@ -171,9 +180,11 @@ class OfNumpy(Slowing):
         return float(state["count"])
 
 
-@pytest.mark.parametrize("make", [Aging, Sizing, OfNumpy, Sharing, SharingIntegers, SharingDoubles])
+@pytest.mark.parametrize(
+    "make", [Aging, Sizing, LookingForState, OfNumpy, Sharing, SharingIntegers, SharingDoubles]
+)
 def test_state_is_of_the_same_kind_after_a_restart(make: Make, tmp_path: Path) -> None:
-    """A tuple came back as a list, a size as a tuple, and one tensor in several places as one for each."""
+    """A tuple came back as a list, a size as a tuple, empty state not, and one tensor in several places as several."""
     assert_goes_on(make, tmp_path)
 
 
