@@ -227,10 +227,12 @@ def check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:
     here, there = _trained(hosted), snapshot.plain["trained"]
     if here != there:
         differing = sorted(set(here) ^ set(there))[:4]
+        how = (
+            f"differing: {', '.join(differing)}" if differing else f"in another order: {', '.join(there[:4])}"
+        )
         raise CheckpointError(
             f"checkpoint of expert {hosted.name!r}: expected {len(here)} trained parameters as configured, got "
-            f"{len(there)} (differing: {', '.join(differing)}). Configure what was saved, or use another "
-            "checkpoint_dir."
+            f"{len(there)} ({how}). Configure what was saved, or use another checkpoint_dir."
         )
     configured, found = entries_of(hosted), entries_in(snapshot)
     if configured != found:

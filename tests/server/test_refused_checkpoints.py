@@ -73,6 +73,17 @@ def test_a_checkpoint_of_other_trained_parameters_is_refused(tmp_path: Path) -> 
     assert "expected 3 trained parameters as configured, got 4 (differing: 0 up.weight)" in str(refused.value)
 
 
+def test_a_checkpoint_of_the_same_trained_parameters_in_another_order_is_refused(tmp_path: Path) -> None:
+    """The error said that none of them differed."""
+    with served(tmp_path):
+        pass
+    with pytest.raises(CheckpointError) as refused:
+        served(tmp_path, optimizer=lambda parameters: adam([*parameters][::-1])).start()
+    names = ", ".join(f"0 {name}" for name, _ in experts()["ffn.0"].named_parameters())
+    said = f"expected 4 trained parameters as configured, got 4 (in another order: {names}). Configure"
+    assert said in str(refused.value)
+
+
 def net_of(python_module: str) -> nn.Module:
     """Return an expert of the class `Net` of a file of this name."""
     return type("Net", (nn.Linear,), {"__module__": python_module})(D, D)
