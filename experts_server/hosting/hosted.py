@@ -122,7 +122,7 @@ class HostedExpert:
 
     @property
     def spec(self) -> InputSpec:
-        """What it takes, as far as that is known: of its module as it was hosted, or with hooks that have come since."""
+        """What it takes, as far as its module tells: as it was hosted, or with hooks that have come since."""
         return infer_spec(self.module) if self.caller.late_hooks else self.caller.spec
 
     @property

@@ -83,7 +83,9 @@ class Service:
         }
         self._started_at = time.monotonic()
         # so is the rest, or each Info of thousands of experts would hold up everybody for a fifth of a second
-        self._had_late_hooks: set[str] = set()  # which may change what their experts take, and whether they draw
+        self._had_late_hooks: set[str] = (
+            set()
+        )  # which may change what their experts take, and whether they draw
         self._info_reply = pb.InfoReply(
             server_version=metadata.version("moe-autograd"),
             server_id=self.server_id,
