@@ -38,9 +38,9 @@ _MANIFEST = "manifest.json"
 def write_checkpoint(
     folder: Path, store: FolderStore, names: Sequence[str], manifest: Mapping[str, Any]
 ) -> Path:
-    """Make what the store has under these names a checkpoint, and remove the older ones."""
+    """Make what the store has under these names a checkpoint, and remove the older ones; one caller at a time."""
     noted, older = json.dumps(manifest), _finished(folder)
-    number = int(older[-1].name[len(_PREFIX) :]) + 1 if older else 0
+    number = _number(older[-1]) + 1 if older else 0
     final = folder / f"{_PREFIX}{number:08}"
     unfinished = final.with_name(final.name + _UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -57,7 +57,7 @@ def write_checkpoint(
         raise
     _flush(folder)
     for path in folder.iterdir():
-        if path != final and _NAME.fullmatch(path.name.removesuffix(_UNFINISHED)):
+        if _NAME.fullmatch(path.name.removesuffix(_UNFINISHED)) and _number(path) < number:
             shutil.rmtree(path)
     return final
 
@@ -84,6 +84,10 @@ def _finished(folder: Path) -> list[Path]:
     """Return the checkpoints, the newest last; what is left of unfinished and half removed ones is not among them."""
     paths = (path for path in folder.iterdir() if _NAME.fullmatch(path.name))
     return sorted(path for path in paths if (path / _MANIFEST).exists())
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removesuffix(_UNFINISHED)[len(_PREFIX) :])
 
 
 def _flush(path: Path) -> None:

@@ -343,7 +343,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             TypeError: the note holds something else, such as a tensor.
             ValueError: an expert's state, for which a `step` that raised found no room, exceeds the limit.
             OSError: the store failed, or the folder. Nothing is saved.
-            RuntimeError: the experts are closed, or this process is a fork; or new buffers wait for a call to end.
+            RuntimeError: closed experts, or a fork; one in the midst of another; or new buffers wait for a call to end.
         """
         return self._shared.checkpoint(note)
 
@@ -358,7 +358,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             CheckpointError: there is none, it does not fit these experts, or a file of it is missing or cut. Nothing
                 has changed; but experts have, if one does not take what its class saved before it raised `_version`.
             ValueError: an expert's state exceeds the limit. Nothing has changed.
-            RuntimeError: the experts are closed, or this process is a fork. Nothing has changed.
+            RuntimeError: closed experts, or a fork; or one in the midst of another. Nothing has changed.
         """
         return self._shared.restore()
 

@@ -30,6 +30,11 @@ class Holders:
         if not self._num_holds[me]:
             del self._num_holds[me]
 
+    @property
+    def has_current(self) -> bool:
+        """Whether the current thread holds something."""
+        return threading.get_ident() in self._num_holds
+
     @contextmanager
     def waiting(self, num_news: int) -> Iterator[None]:
         """Inside, the current thread waits for room: with so many news there was none.

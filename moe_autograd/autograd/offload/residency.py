@@ -259,6 +259,12 @@ class Residency:
         with self._lock:
             part.is_stored = True
 
+    @property
+    def is_held_by_this_thread(self) -> bool:
+        """Whether the current thread holds any part."""
+        with self._lock:
+            return self._holders.has_current
+
     def flush(self) -> None:
         """Write every changed part to the store."""
         self._transfers.check_is_open()

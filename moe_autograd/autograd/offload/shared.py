@@ -6,12 +6,15 @@ residency any more. So a layer may outlive the one that it was built beside, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moe_autograd._interrupts import uninterrupted, unwindable
+from moe_autograd._waiting import wait
 from moe_autograd.autograd.offload.checkpoints import newest_checkpoint, write_checkpoint
 from moe_autograd.autograd.offload.checks import check_note
 from moe_autograd.autograd.offload.folder_locks import FolderLock
@@ -32,7 +35,8 @@ class SharedResidency:
     Raises:
         RuntimeError: other experts use the folder, in this process or another; or the system has no thread to give.
 
-    Threads: any may call `close`; `checkpoint` and `restore` belong where no forward, backward or update runs.
+    Threads: any may call `close`; `checkpoint` and `restore` belong where no forward, backward or update runs. They
+        wait for each other.
     """
 
     def __init__(self, limit_bytes: int, store: str | Path | Store, device: torch.device) -> None:
@@ -44,6 +48,8 @@ class SharedResidency:
         elif isinstance(store, str | Path):
             store = RamStore()
         self.residency = Residency(limit_bytes, store, device)
+        # Of who saves or restores. Reentrant, as its own thread is not to wait, but to be told.
+        self._one_at_a_time, self._is_in_use = threading.RLock(), False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -67,6 +73,10 @@ class SharedResidency:
         """Save all experts' weights and optimizers; see `OffloadedExperts.checkpoint`."""
         check_note(note)
         folder, store = self._need_folder()
+        with self._alone():
+            return self._checkpoint(folder, store, note)
+
+    def _checkpoint(self, folder: Path, store: FolderStore, note: Any) -> Path:
         for held in self.held:
             held.check_settled()
         for held in self.held:
@@ -79,8 +89,11 @@ class SharedResidency:
 
     def restore(self) -> Any:
         """Go back to the newest checkpoint; return its note. See `OffloadedExperts.restore`."""
-        self.residency.check_is_open()  # else it would write into a folder that another may have
         folder, store = self._need_folder()
+        with self._alone():
+            return self._restore(folder, store)
+
+    def _restore(self, folder: Path, store: FolderStore) -> Any:
         path, manifest = newest_checkpoint(folder)
         if len(manifest["experts"]) != len(self.held):
             raise CheckpointError(
@@ -94,6 +107,40 @@ class SharedResidency:
             held.forget_gradients()
             held.restore(path, options, store)
         return manifest["note"]
+
+    @unwindable
+    def _alone(self) -> Iterator[None]:
+        """Wait until no other thread saves or restores; inside, none does.
+
+        Raises:
+            RuntimeError: its own thread does so, as where the handler of a signal comes in the midst of it, or holds
+                parts, for which another may wait that does so; or the experts are closed, or this process is a fork.
+        """
+        self.residency.check_is_open()  # else it would write into a folder that another may have
+        with uninterrupted() as section:
+            self._take_turn()
+            try:
+                with section.opened():
+                    yield
+            finally:
+                self._is_in_use = False
+                self._one_at_a_time.release()
+
+    def _take_turn(self) -> None:
+        if self.residency.is_held_by_this_thread:
+            is_taken = self._one_at_a_time.acquire(blocking=False)
+        else:
+            is_taken = wait(lambda pause_s: self._one_at_a_time.acquire(timeout=pause_s))
+        if is_taken and not self._is_in_use:
+            self._is_in_use = True
+            return
+        if is_taken:  # its own thread has it
+            self._one_at_a_time.release()
+        raise RuntimeError(
+            "OffloadedExperts: expected checkpoint() and restore() one after the other, got one in the midst of "
+            "another, or of an expert's call while another thread is in one. Let a signal's handler set a flag, and "
+            "look at that between steps."
+        )
 
     def _need_folder(self) -> tuple[Path, FolderStore]:
         """Return the folder and its store, or complain that there is none."""
