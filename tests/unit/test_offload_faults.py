@@ -17,6 +17,7 @@ from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.stores import FolderStore
 from moe_autograd.errors import CheckpointError
+from tests.support.scarce import full_disk
 from tests.support.stores import WatchedStore, put_all_out
 
 
@@ -211,6 +212,15 @@ def test_a_checkpoint_that_fails_leaves_nothing_and_holds_no_file(
     files = [path for path in (tmp_path / "resident-store").iterdir() if path.suffix == ".weights"]
     assert [path.stat().st_nlink for path in files] == [1, 1]
     experts.close()
+
+
+def test_a_checkpoint_on_a_full_disk_names_the_file_that_found_no_room(tmp_path: Path) -> None:
+    with build(tmp_path) as experts:
+        experts.residency.flush()
+        with full_disk(), pytest.raises(OSError, match=r"checkpoint-00000000.new/manifest.json"):
+            experts.checkpoint()
+        assert list(tmp_path.glob("checkpoint-*")) == []
+        experts.checkpoint()
 
 
 def test_a_write_that_fails_leaves_no_half_file(tmp_path: Path) -> None:

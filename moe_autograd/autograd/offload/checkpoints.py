@@ -48,7 +48,7 @@ def write_checkpoint(
     try:
         for name in names:
             os.link(store.path(name), unfinished / f"{name}.safetensors")
-        (unfinished / _MANIFEST).write_text(noted)
+        _write_text(unfinished / _MANIFEST, noted)
         for path in (*unfinished.iterdir(), unfinished):
             _flush(path)
         os.rename(unfinished, final)
@@ -88,6 +88,14 @@ def _finished(folder: Path) -> list[Path]:
 
 def _number(path: Path) -> int:
     return int(path.name.removesuffix(_UNFINISHED)[len(_PREFIX) :])
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Write a new file, which what the system says against it names."""
+    rest = text.encode()
+    with opened(path, os.O_WRONLY | os.O_CREAT) as fd:
+        while rest:
+            rest = rest[os.write(fd, rest) :]
 
 
 def _flush(path: Path) -> None:
