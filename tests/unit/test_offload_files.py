@@ -111,6 +111,20 @@ def test_a_file_of_another_size_raises_instead_of_giving_shifted_bytes(tmp_path:
         store.read("x", torch.empty(12, dtype=torch.uint8))
 
 
+def test_a_file_that_is_linked_twice_leaves_no_other_name_of_it(tmp_path: Path) -> None:
+    """To rename one name of a file to another of the same does nothing, and leaves both."""
+    store, layout = FolderStore(tmp_path / "store"), Layout.of({"x": torch.ones(3)})
+    store.write("x", layout, torch.ones(12, dtype=torch.uint8))
+    (tmp_path / "saved").hardlink_to(store.path("x"))
+    for _ in range(2):
+        store.link(tmp_path / "saved", "x")
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["x"]
+    assert store.path("x").stat().st_nlink == 2
+    back = torch.empty(12, dtype=torch.uint8)
+    store.read("x", back)
+    assert back.tolist() == [1] * 12
+
+
 @pytest.mark.parametrize("how", ["replaced", "in place", "after restore"])
 def test_an_older_copy_of_a_file_raises_instead_of_giving_older_numbers(tmp_path: Path, how: str) -> None:
     """As when the disk's snapshot was rolled back, or a backup was restored, while the experts train."""

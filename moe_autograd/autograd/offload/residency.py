@@ -206,10 +206,7 @@ class Residency:
     def discard(self, part: Part) -> None:
         """Let a part that nobody holds forget its bytes; the store keeps the place for the next."""
         with self._lock:
-            self._transfers.withdraw(part)
-            while part.is_busy:
-                self._lock.wait_awhile()
-                self._lock.let_through()
+            self._wait_until_free(part, also_of_holders=False)
             self._put_away(part)
 
     def forget(self, part: Part) -> None:
@@ -253,11 +250,21 @@ class Residency:
         self._lock.notify_all()
 
     def adopt(self, part: Part, place: Callable[[str], None]) -> None:
-        """Discard a part, and let `place` put other bytes under its name into the store."""
-        self.discard(part)
-        place(part.name)
+        """Let `place` put other bytes under a part's name into the store; if that raises, all is as before.
+
+        Nobody takes the part in meanwhile. Who holds it is waited for, unless this thread holds some itself.
+        """
         with self._lock:
+            self._wait_until_free(part, also_of_holders=not self._holders.has_current)
+            place(part.name)
+            self._put_away(part)
             part.is_stored = True
+
+    def _wait_until_free(self, part: Part, *, also_of_holders: bool) -> None:
+        self._transfers.withdraw(part)
+        while part.is_busy or (also_of_holders and part.num_holders):
+            self._lock.wait_awhile()
+            self._lock.let_through()
 
     @property
     def is_held_by_this_thread(self) -> bool:

@@ -118,11 +118,16 @@ class FolderStore:
         self._begins[name] = header[:_BEGIN_BYTES]
 
     def link(self, path: Path, name: str) -> None:
-        """Keep what another file has, which will not be written over."""
+        """Keep what another file has, which will not be written over; if that raises, what was there stays."""
         with opened(path, os.O_RDONLY) as fd:
             begin = os.pread(fd, _BEGIN_BYTES, 0)
-        self.remove(name)
-        os.link(path, self.path(name))
+        linked = self.path(f"{name}.linked")
+        linked.unlink(missing_ok=True)
+        os.link(path, linked)
+        try:
+            os.replace(linked, self.path(name))
+        finally:  # it stays where it is that file already
+            linked.unlink(missing_ok=True)
         self._begins[name] = begin
 
     def read(self, name: str, flat: torch.Tensor) -> None:
