@@ -1,15 +1,21 @@
-"""What else may go on while offloaded experts are restored, and what a `restore` leaves that does not end."""
+"""What else may go on while offloaded experts are restored, and what a `restore` that fails leaves behind."""
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from moe_autograd.autograd.offload.residency import Residency
+from tests.support.offload_checkpoints import assert_equal, build, states, train
 from tests.support.stores import WatchedStore, part_of, put_all_out
 
 PATIENCE_S = 60
@@ -79,3 +85,132 @@ def test_a_part_that_another_thread_holds_is_adopted_when_that_lets_go(
     with residency.hold([part]):
         residency.adopt(part, lambda name: None)  # whoever holds parts does not wait for himself
     residency.close()
+
+
+@pytest.fixture
+def want(tmp_path: Path) -> list[list[dict[str, torch.Tensor]]]:
+    """The weights after each step."""
+    with build(tmp_path / "straight") as straight:
+        after = [states(straight)]
+        for step in range(4):
+            train(straight, range(step, step + 1))
+            after.append(states(straight))
+    return after
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "resident-store").iterdir()}
+
+
+@pytest.mark.parametrize("part", ["weights", "optimizer"])
+def test_a_restore_that_finds_no_room_for_a_file_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, want: list[list[dict[str, torch.Tensor]]], part: str
+) -> None:
+    """The weights of the expert were whatever a buffer had, and its optimizer's state was not defined."""
+    link = os.link
+
+    def link_some(source: Path, target: Path) -> None:
+        if f"00001.{part}" in str(source):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source))
+        link(source, target)
+
+    with build(tmp_path) as experts:
+        train(experts, range(1))
+        experts.checkpoint()
+        train(experts, range(1, 2))
+        experts.residency.flush()
+        before, known_bytes = files(tmp_path), experts.residency.known_bytes
+        for is_repeated in (False, True):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "link", link_some)
+                with pytest.raises(OSError, match="No space left"):
+                    experts.restore()
+            assert (files(tmp_path), experts.residency.known_bytes) == (before, known_bytes)
+            assert_equal(states(experts), want[2 + is_repeated])
+            train(experts, range(2 + is_repeated, 3 + is_repeated))
+        assert_equal(states(experts), want[4])
+        experts.restore()
+        train(experts, range(1, 4))
+        assert_equal(states(experts), want[4])
+
+
+@pytest.mark.parametrize("part", ["weights", "optimizer"])
+def test_a_restore_whose_file_cannot_be_put_in_place_leaves_that_part_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, want: list[list[dict[str, torch.Tensor]]], part: str
+) -> None:
+    replace = os.replace
+
+    def replace_some(source: Path, target: Path) -> None:
+        if f"00001.{part}" in str(source):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
+        replace(source, target)
+
+    with build(tmp_path) as experts:
+        train(experts, range(1))
+        experts.checkpoint()
+        train(experts, range(1, 2))
+        experts.residency.flush()
+        before, known_bytes = files(tmp_path), experts.residency.known_bytes
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", replace_some)
+            with pytest.raises(OSError, match="Input/output error"):
+                experts.restore()
+        assert (files(tmp_path), experts.residency.known_bytes) == (before, known_bytes)
+        old, new = want[2], want[1]
+        assert_equal(states(experts), [new[0], old[1] if part == "weights" else new[1], *old[2:]])
+        experts.restore()
+        train(experts, range(1, 4))
+        assert_equal(states(experts), want[4])
+
+
+def test_a_restore_without_the_folder_of_the_store_changes_nothing(
+    tmp_path: Path, want: list[list[dict[str, torch.Tensor]]]
+) -> None:
+    with build(tmp_path) as experts:
+        experts.checkpoint("none")
+        with experts.residency.hold([held.weights for held in experts._held]):
+            shutil.rmtree(tmp_path / "resident-store")
+            with pytest.raises(FileNotFoundError, match="resident-store"):
+                experts.restore()
+            assert_equal(states(experts), want[0])
+        (tmp_path / "resident-store").mkdir()
+        assert experts.restore() == "none"
+        train(experts, range(4))
+        assert_equal(states(experts), want[4])
+
+
+@pytest.mark.parametrize(("comes_in", "leaves"), [("link", "before"), ("replace", "after")])
+def test_ctrl_c_in_a_restore_leaves_all_experts_as_they_were_or_as_in_the_checkpoint(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    want: list[list[dict[str, torch.Tensor]]],
+    comes_in: str,
+    leaves: str,
+) -> None:
+    """One that came between a part's old bytes and its new ones left others, which a checkpoint then saved."""
+    call = getattr(os, comes_in)
+    numbers = iter(range(1000))
+
+    def call_and_interrupt(*args: Any) -> Any:
+        if next(numbers) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return call(*args)
+
+    with build(tmp_path) as experts:
+        train(experts, range(1))
+        experts.checkpoint()
+        train(experts, range(1, 2))
+        experts.residency.flush()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, comes_in, call_and_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                experts.restore()
+        assert not [name for name in files(tmp_path) if name.endswith(".linked")]
+        step = 2 if leaves == "before" else 1
+        assert_equal(states(experts), want[step])
+        train(experts, range(step, 3))
+        experts.checkpoint()
+        train(experts, range(5))
+        experts.restore()
+        train(experts, range(3, 4))
+        assert_equal(states(experts), want[4])

@@ -43,7 +43,7 @@ def test_a_handler_may_hold_parts_while_its_thread_waits(waits: str, told: str) 
 
     def handle(*_):
         with residency.hold([c]):
-            print("all wait:", residency._holders.all_wait(residency._lock.num_news))
+            print("all wait:", residency.holders.all_wait(residency._lock.num_news))
         hold(a)
         store.gate.set()
 

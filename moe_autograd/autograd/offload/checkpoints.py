@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_autograd.autograd.offload.stores import FolderStore, opened
+from moe_autograd.autograd.offload.stores import SUFFIX, FolderStore, opened
 from moe_autograd.errors import CheckpointError
 
 _PREFIX = "checkpoint-"
@@ -47,7 +47,7 @@ def write_checkpoint(
     unfinished.mkdir()
     try:
         for name in names:
-            os.link(store.path(name), unfinished / f"{name}.safetensors")
+            os.link(store.path(name), unfinished / f"{name}{SUFFIX}")
         _write_text(unfinished / _MANIFEST, noted)
         for path in (*unfinished.iterdir(), unfinished):
             _flush(path)
@@ -78,6 +78,12 @@ def newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{finished[-1]}: expected a manifest, got {error}.") from error
     return finished[-1], manifest
+
+
+def link_files(checkpoint: Path, store: FolderStore) -> None:
+    """Give each part's file a name in the store: what can fail in a `restore` does before anything changes."""
+    for path in checkpoint.glob(f"*{SUFFIX}"):
+        store.link(path)
 
 
 def _finished(folder: Path) -> list[Path]:

@@ -357,8 +357,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         Raises:
             CheckpointError: there is none, it does not fit these experts, or a file of it is missing or cut. Nothing
                 has changed; but experts have, if one does not take what its class saved before it raised `_version`.
-            ValueError: an expert's state exceeds the limit. Nothing has changed.
-            RuntimeError: closed experts, or a fork; or one in the midst of another. Nothing has changed.
+            OSError: the store failed, or the folder. Repeat it: mostly nothing has changed, at worst some experts have.
+            ValueError, RuntimeError: an expert's state exceeds the limit; or as from `checkpoint`. Nothing has changed.
         """
         return self._shared.restore()
 

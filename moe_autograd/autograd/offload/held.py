@@ -27,7 +27,7 @@ from moe_autograd.autograd.offload.held_optimizer import HeldOptimizer
 from moe_autograd.autograd.offload.owners import note_owner
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
-from moe_autograd.autograd.offload.stores import FolderStore
+from moe_autograd.autograd.offload.stores import SUFFIX, FolderStore
 from moe_autograd.autograd.walks import gradient_edge
 from moe_autograd.errors import CheckpointError
 
@@ -350,7 +350,7 @@ class HeldExpert(HeldModule):
 
     def check_checkpoint(self, folder: Path, options: dict[str, Any]) -> None:
         """Raise `CheckpointError` unless a checkpoint fits and is whole; `ValueError` if it exceeds the limit."""
-        layout, _ = Layout.read(folder / f"{self.weights.name}.safetensors")
+        layout, _ = Layout.read(folder / f"{self.weights.name}{SUFFIX}")
         if layout.kinds() != self.weights.layout.kinds():
             raise CheckpointError(
                 f"{folder}: expected {self.name} with {_described(self.weights.layout)}, got {_described(layout)}."
@@ -373,17 +373,19 @@ class HeldExpert(HeldModule):
             self._optimizer.check_checkpoint(folder, options, beside=[self.weights, self.gradients])
 
     def restore(self, folder: Path, options: dict[str, Any], store: FolderStore) -> None:
-        """Take weights and optimizer from a checkpoint that fits."""
-        path = folder / f"{self.weights.name}.safetensors"
-        if Layout.read(path)[0] == self.weights.layout:
-            self.residency.adopt(self.weights, functools.partial(store.link, path))
-        else:  # somebody wrote them in another order, as versions before
-            with self._changing():
-                for name, tensor in tensors_in(path).items():
-                    self.tensors[name].data.copy_(tensor)
+        """Take the files of a checkpoint that fits, which the store has linked; the rest is for `restore_contents`."""
+        if Layout.read(folder / f"{self.weights.name}{SUFFIX}")[0] == self.weights.layout:
+            self.residency.adopt(self.weights, store.take_link)
         self.num_updates += 1  # no backward of before fits any more
         if self._optimizer is not None:
             self._optimizer.restore(folder, options, store)
+
+    def restore_contents(self, folder: Path, options: dict[str, Any]) -> None:
+        """Take what of a checkpoint that was restored is to be copied, or told to the module."""
+        if Layout.read(path := folder / f"{self.weights.name}{SUFFIX}")[0] != self.weights.layout:
+            with self._changing():  # they are in another order, as in files of versions before
+                for name, tensor in tensors_in(path).items():
+                    self.tensors[name].data.copy_(tensor)
         if self._extra_state.is_in(options):
             with self._changing():
                 self._extra_state.restore(options)

@@ -29,7 +29,7 @@ from moe_autograd.autograd.offload.flat import Layout, is_same, lies_in
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.state_apart import check_apart
-from moe_autograd.autograd.offload.stores import FolderStore
+from moe_autograd.autograd.offload.stores import SUFFIX, FolderStore
 from moe_autograd.errors import CheckpointError
 
 Place = tuple[dict[Any, Any], str]  # the state of a parameter, and a key
@@ -168,7 +168,7 @@ class HeldOptimizer:
             self.forget_part()
             if not tensors:
                 return
-            part = self._new_part(Layout.of(tensors))
+            self.part = part = self._residency.add(self._part_of(Layout.of(tensors)))
             self._residency.check_fits([*beside, part])
             self._residency.fill(part, tensors)
         except BaseException:  # until there is room they are beside the limit, and no part has them
@@ -191,9 +191,8 @@ class HeldOptimizer:
             self._residency.forget(self.part)
             self.part = None
 
-    def _new_part(self, layout: Layout) -> Part:
-        self.part = self._residency.add(Part(self.name, layout, self._attach, self._detach))
-        return self.part
+    def _part_of(self, layout: Layout) -> Part:
+        return Part(self.name, layout, self._attach, self._detach)
 
     def _attach(self, flat: Tensor) -> None:
         assert self.part is not None
@@ -308,12 +307,17 @@ class HeldOptimizer:
         return key.replace("%2E", ".").replace("%25", "%"), name
 
     def _file_in(self, folder: Path) -> Path:
-        return folder / f"{self.name}.safetensors"
+        return folder / f"{self.name}{SUFFIX}"
 
     def restore(self, folder: Path, options: dict[str, Any], store: FolderStore) -> None:
         """Take options and tensors from a checkpoint that was checked."""
         layout = self._saved_layout(folder, options)
-        self.forget_part()
+        if layout is None:
+            self.forget_part()
+        else:
+            part = self._part_of(layout)
+            self._residency.adopt(part, store.take_link, instead_of=self.part)
+            self.part = self._residency.add(part)
         self.optimizer.state.clear()
         for group, saved in zip(self.optimizer.param_groups, options["groups"], strict=True):
             group.update({k: _as_kind_of(group.get(k), v) for k, v in saved.items()})
@@ -326,9 +330,6 @@ class HeldOptimizer:
                 absent = torch.empty(0, dtype=field.dtype)
                 for key, name in map(self._parsed, _all_names(full_name, options)):
                     self.optimizer.state[self._parameters[name]][key] = absent
-            self._residency.adopt(
-                self._new_part(layout), functools.partial(store.link, self._file_in(folder))
-            )
 
 
 def _at(place: Place) -> Any:

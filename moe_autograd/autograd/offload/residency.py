@@ -25,7 +25,7 @@ Rules:
 5. Whenever a sixteenth of the limit has come in, memory that others have freed in the meantime is given back to the
    system: what computes between the moves is not counted, but should not pile up.
 
-State (`_lock` guards all of it, and the fields of all parts): `_resident`, `_transfers`, `_holders`, `_passing`,
+State (`_lock` guards all of it, and the fields of all parts): `_resident`, `_transfers`, `holders`, `_passing`,
 `_known_bytes`. Reading and writing happen with the lock released, on parts that are marked so. Ctrl-C waits while
 somebody has the lock, and while he takes parts or lets go of them (`_interrupts`). Its handler may hold parts: it runs
 when no part is marked by its own thread, and no lock held.
@@ -70,6 +70,7 @@ class Residency:
 
     Attributes:
         places: where the tensors lay that were taken over.
+        holders: who holds parts; whether this thread does may be asked without the lock.
 
     Raises:
         RuntimeError: the system has no thread to give.
@@ -85,7 +86,7 @@ class Residency:
         reader, writer, updater = begun_threads("offload-read", "offload-write", "offload-update")
         self._resident = Resident(limit_bytes, device)
         self._transfers = Transfers(self._lock, self._resident, store, reader, writer)
-        self._holders = Holders()
+        self.holders = Holders()
         self._passing = Passing()
         self._apart = Apart(updater)
 
@@ -249,15 +250,18 @@ class Residency:
         part.is_stored = part.is_changed = False
         self._lock.notify_all()
 
-    def adopt(self, part: Part, place: Callable[[str], None]) -> None:
+    def adopt(self, part: Part, place: Callable[[str], None], instead_of: Part | None = None) -> None:
         """Let `place` put other bytes under a part's name into the store; if that raises, all is as before.
 
-        Nobody takes the part in meanwhile. Who holds it is waited for, unless this thread holds some itself.
+        Nobody takes the part in meanwhile, nor the one that it comes `instead_of`. Other threads that hold it are
+        waited for, unless this one holds some itself.
         """
         with self._lock:
-            self._wait_until_free(part, also_of_holders=not self._holders.has_current)
+            before = instead_of or part
+            self._wait_until_free(before, also_of_holders=not self.holders.has_current)
             place(part.name)
-            self._put_away(part)
+            self._put_away(before)
+            self._known_bytes -= instead_of.layout.num_bytes if instead_of else 0
             part.is_stored = True
 
     def _wait_until_free(self, part: Part, *, also_of_holders: bool) -> None:
@@ -265,12 +269,6 @@ class Residency:
         while part.is_busy or (also_of_holders and part.num_holders):
             self._lock.wait_awhile()
             self._lock.let_through()
-
-    @property
-    def is_held_by_this_thread(self) -> bool:
-        """Whether the current thread holds any part."""
-        with self._lock:
-            return self._holders.has_current
 
     def flush(self) -> None:
         """Write every changed part to the store."""
@@ -328,11 +326,11 @@ class Residency:
             while not self._try_to_take(parts):
                 self._transfers.check_is_open()
                 self._transfers.raise_error(since)
-                with self._holders.waiting(self._lock.num_news):
+                with self.holders.waiting(self._lock.num_news):
                     self._check_for_deadlock(parts)
                     self._lock.wait_awhile()
                 self._lock.let_through()
-            self._holders.begin()
+            self.holders.begin()
             missing = [part for part in parts if part.is_reading]
         try:
             while missing:
@@ -347,7 +345,7 @@ class Residency:
 
     def _check_for_deadlock(self, parts: Sequence[Part]) -> None:
         """Rule 2's exception."""
-        if not self._transfers.is_moving and self._holders.all_wait(self._lock.num_news):
+        if not self._transfers.is_moving and self.holders.all_wait(self._lock.num_news):
             needed = sum(part.layout.num_bytes for part in parts if part.buffer is None)
             held = sum(part.layout.num_bytes for part in self._resident if part.num_holders)
             raise RuntimeError(
@@ -374,7 +372,7 @@ class Residency:
     def _let_go(self, parts: Sequence[Part]) -> None:
         self.finish_kernels()
         with self._lock:
-            self._holders.end()
+            self.holders.end()
             for part in parts:
                 part.num_holders -= 1
                 if part.notice() and self._known_bytes > self.limit_bytes:

@@ -15,7 +15,7 @@ import torch
 
 from moe_autograd._interrupts import uninterrupted, unwindable
 from moe_autograd._waiting import wait
-from moe_autograd.autograd.offload.checkpoints import newest_checkpoint, write_checkpoint
+from moe_autograd.autograd.offload.checkpoints import link_files, newest_checkpoint, write_checkpoint
 from moe_autograd.autograd.offload.checks import check_note
 from moe_autograd.autograd.offload.folder_locks import FolderLock
 from moe_autograd.autograd.offload.held import HeldExpert
@@ -103,9 +103,16 @@ class SharedResidency:
         for held, options in zip(self.held, manifest["experts"], strict=True):
             held.check_checkpoint(path, options)
         self.residency.forget_wishes()
+        try:
+            link_files(path, store)
+            with uninterrupted():  # else some would be those of the checkpoint, and others not
+                for held, options in zip(self.held, manifest["experts"], strict=True):
+                    held.forget_gradients()
+                    held.restore(path, options, store)
+        finally:
+            store.drop_links()
         for held, options in zip(self.held, manifest["experts"], strict=True):
-            held.forget_gradients()
-            held.restore(path, options, store)
+            held.restore_contents(path, options)
         return manifest["note"]
 
     @unwindable
@@ -127,7 +134,7 @@ class SharedResidency:
                 self._one_at_a_time.release()
 
     def _take_turn(self) -> None:
-        if self.residency.is_held_by_this_thread:
+        if self.residency.holders.has_current:
             is_taken = self._one_at_a_time.acquire(blocking=False)
         else:
             is_taken = wait(lambda pause_s: self._one_at_a_time.acquire(timeout=pause_s))

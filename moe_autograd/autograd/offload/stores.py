@@ -23,6 +23,7 @@ from moe_autograd.autograd.offload.folder_locks import FolderLock
 
 # of a file of a `FolderStore`: the length of its header, `{"__metadata__":{"write":"`, and the mark
 _BEGIN_BYTES = 67
+SUFFIX = ".safetensors"  # of files of checkpoints
 
 
 class Store(Protocol):
@@ -95,6 +96,7 @@ class FolderStore:
         self._folder, self.lock = folder, lock
         self._own, self._numbers = os.urandom(8).hex(), itertools.count()
         self._begins: dict[str, bytes] = {}  # of each file, up to the mark of what was written last
+        self._linked: dict[str, bytes] = {}  # of files that are linked, and not taken
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for stale in folder.iterdir():
@@ -117,18 +119,28 @@ class FolderStore:
             _write_new(path, header, flat)
         self._begins[name] = header[:_BEGIN_BYTES]
 
-    def link(self, path: Path, name: str) -> None:
-        """Keep what another file has, which will not be written over; if that raises, what was there stays."""
+    def link(self, path: Path) -> None:
+        """Give another file, which will not be written over, a name here, until `take_link` or `drop_links`."""
+        name = path.name.removesuffix(SUFFIX)
         with opened(path, os.O_RDONLY) as fd:
             begin = os.pread(fd, _BEGIN_BYTES, 0)
-        linked = self.path(f"{name}.linked")
-        linked.unlink(missing_ok=True)
-        os.link(path, linked)
-        try:
-            os.replace(linked, self.path(name))
-        finally:  # it stays where it is that file already
-            linked.unlink(missing_ok=True)
-        self._begins[name] = begin
+        self._linked_path(name).unlink(missing_ok=True)
+        self._linked[name] = begin  # first: Ctrl-C may come just behind the next line
+        os.link(path, self._linked_path(name))
+
+    def take_link(self, name: str) -> None:
+        """Have what was linked for a name in place of what is there; if that raises, this stays."""
+        os.replace(self._linked_path(name), self.path(name))
+        self._linked_path(name).unlink(missing_ok=True)  # it stays where both are one file
+        self._begins[name] = self._linked.pop(name)
+
+    def drop_links(self) -> None:
+        """Forget what was linked and not taken."""
+        while self._linked:
+            self._linked_path(self._linked.popitem()[0]).unlink(missing_ok=True)
+
+    def _linked_path(self, name: str) -> Path:
+        return self.path(f"{name}.linked")
 
     def read(self, name: str, flat: torch.Tensor) -> None:
         """See `Store`."""
