@@ -168,3 +168,39 @@ def test_parts_may_save_their_tensors_by_other_names(tmp_path: Path) -> None:
         experts.restore()
         assert want.keys() >= {"1.kernel", "1.first", "1.rest"}
         assert all(torch.equal(value, want[name]) for name, value in experts.state_dict(0).items())
+
+
+class SavesWithoutArguments(nn.Linear):
+    """Its `state_dict` takes none of torch's arguments."""
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return super().state_dict()
+
+
+def looks_at_values_as_it_saves() -> nn.Module:
+    def look(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        assert all(value.numpy().size for value in state.values())
+
+    expert = nn.Linear(2, 2)
+    expert.register_state_dict_post_hook(look)
+    return expert
+
+
+@pytest.mark.parametrize(
+    "build_expert",
+    [
+        pytest.param(lambda: SavesWithoutArguments(2, 2), id="SavesWithoutArguments"),
+        looks_at_values_as_it_saves,
+    ],
+)
+def test_a_checkpoint_asks_for_what_modules_save_as_anybody_does(
+    tmp_path: Path, build_expert: Callable[[], nn.Module]
+) -> None:
+    """It had asked for `keep_vars`, which some do not take, and values that require gradients."""
+    experts = (build_expert() for _ in range(2))
+    with OffloadedExperts(experts, torch.optim.SGD, max_resident_bytes=100, store=tmp_path) as offloaded:
+        want = offloaded.state_dict(0)
+        offloaded.checkpoint()
+        train(offloaded)
+        offloaded.restore()
+        assert all(torch.equal(value, want[name]) for name, value in offloaded.state_dict(0).items())

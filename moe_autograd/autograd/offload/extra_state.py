@@ -72,7 +72,7 @@ class ExtraState:
             return
         parameters = nn.Module.named_parameters(self._module, remove_duplicate=False)
         known = {n for n, _ in (*parameters, *nn.Module.named_buffers(self._module, remove_duplicate=False))}
-        for key, value in self._module.state_dict(keep_vars=True).items():
+        for key, value in self._module.state_dict().items():
             is_ours = key in known or key.rpartition(".")[2] == _EXTRA_STATE
             if not is_ours and not (
                 isinstance(value, Tensor) and (lies_in(value, flat) or not value.numel())
