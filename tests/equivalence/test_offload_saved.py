@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -13,6 +14,7 @@ from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.parts import Part
 from tests.support.offloading import OPTIMIZERS
+from tests.support.stores import put_all_out
 
 MICROBATCHES = pytest.mark.parametrize("num_microbatches", [None, 1, 2])
 
@@ -205,6 +207,59 @@ def test_a_buffer_that_is_no_longer_the_one_that_was_taken_over_is_told(how: str
         expert(torch.ones(4))
     with pytest.raises(RuntimeError, match="expert-00000"):
         experts[0](torch.ones(8))
+
+
+class Resizing(nn.Module):
+    """Resizes a buffer in place, behind which others lie."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.register_buffer("scratch", torch.zeros(1, 8))
+        self.register_buffer("none_yet", torch.zeros(0))
+        self.register_buffer("mean", torch.full((8,), 3.0))
+        self.linear = nn.Linear(8, 8)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "and back":
+            self.scratch.resize_(x.shape).copy_(x)
+            self.scratch.resize_(1, 8)
+        elif self.how == "for good":  # as torch's quantization aware training does
+            self.none_yet.resize_(8).copy_(x[0])
+        elif self.how == "smaller":
+            self.scratch.resize_(0)
+        else:
+            with contextlib.suppress(RuntimeError):
+                self.scratch.resize_(x.shape)
+        y: Tensor = self.linear(x) * self.mean
+        return y
+
+
+@pytest.mark.parametrize("how", ["and back", "for good", "smaller", "in vain"])
+def test_a_buffer_that_a_call_resizes_in_place_leaves_the_others_as_they_are(how: str) -> None:
+    """It had grown into them, without an error."""
+    experts = OffloadedExperts([Resizing(how)], max_resident_bytes=1000)
+    before = experts.state_dict(0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            experts[0](torch.ones(4, 8))
+        torch.testing.assert_close(experts.state_dict(0), before)
+        put_all_out(experts.residency)
+        torch.testing.assert_close(experts.state_dict(0), before)
+
+
+def test_so_does_one_that_a_call_has_put_in_its_place() -> None:
+    module = Resizing("as it is")
+    experts = OffloadedExperts([module], max_resident_bytes=1000)
+    module.forward = lambda x: setattr(module, "scratch", x[:1])  # type: ignore[method-assign]
+    experts[0](torch.ones(4, 8))
+    del module.forward
+    before = experts.state_dict(0)
+    assert before["scratch"].eq(1).all()
+    module.how = "and back"
+    with pytest.raises(RuntimeError):
+        experts[0](torch.ones(4, 8))
+    torch.testing.assert_close(experts.state_dict(0), before)
 
 
 class Force(nn.Module):

@@ -123,6 +123,21 @@ class Layout:
             for name, field in self.fields.items()
         }
 
+    def fixed_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return them so that torch refuses to let one that is resized in place grow into those behind it.
+
+        On a GPU they may grow: `record_stream` passes memory by that is cut out of other memory.
+        """
+        if not flat.is_cpu:
+            return self.views(flat)
+        memory, first = flat.untyped_storage(), flat.storage_offset()
+        views = {}
+        for name, field in self.fields.items():
+            start = first + field.start
+            own_memory = memory[start : start + field.num_bytes]
+            views[name] = flat.new_empty(0, dtype=field.dtype).set_(own_memory).view(field.shape)
+        return views
+
     def kinds(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return what the tensors are, wherever they lie."""
         return {name: (field.dtype, field.shape) for name, field in self.fields.items()}

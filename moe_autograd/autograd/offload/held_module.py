@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from moe_autograd._contexts import contextmanager
 from moe_autograd._interrupts import uninterrupted, unwindable
 from moe_autograd.autograd.offload.checks import check_not_cached, check_values
-from moe_autograd.autograd.offload.flat import Layout, lies_in
+from moe_autograd.autograd.offload.flat import Field, Layout, kind_of, lies_in
 from moe_autograd.autograd.offload.kept_views import KeptViews, is_run_of_bytes
 from moe_autograd.autograd.offload.owners import check_own, note_successor
 from moe_autograd.autograd.offload.parts import Part
@@ -77,7 +77,7 @@ class HeldModule:
     def attach(self, flat: Tensor) -> None:
         """Point the module's tensors into the part's buffer."""
         with torch.inference_mode(False):
-            for name, view in self.weights.layout.views(flat).items():
+            for name, view in self.weights.layout.fixed_views(flat).items():
                 self.tensors[name].data = view
             self._kept_views.put_into(flat)
 
@@ -131,7 +131,7 @@ class HeldModule:
             finally:  # a second run ends early, by an exception
                 self._leave(before)
 
-    def _leave(self, before: Sequence[tuple[int, int]]) -> None:
+    def _leave(self, before: Sequence[object]) -> None:
         with self._keeping_changes:
             self._num_inside -= 1
             if self._num_inside:
@@ -167,8 +167,9 @@ class HeldModule:
         assert self.weights.buffer is not None
         return tensor.layout is not torch.strided or lies_in(tensor, self.weights.buffer)
 
-    def _versions(self) -> list[tuple[int, int]]:
-        return [(id(tensor), _version_of(tensor)) for tensor in self._tensors().values()]
+    def _versions(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Return what tells of changes; the shapes, as `resize_` leaves versions as they are."""
+        return [(id(tensor), _version_of(tensor), tensor.shape) for tensor in self._tensors().values()]
 
     def _own_versions(self) -> list[int]:
         """Return what tells of changes in place, by anybody, of what comes and goes."""
@@ -184,7 +185,9 @@ class HeldModule:
         values = {name: tensor.detach().clone() for name, tensor in replaced.items()}
         for saved in [saved for name in replaced for saved in self.saved_by_place[name]]:
             saved.keep()
-        views, moves = self.weights.views(), list[tuple[Tensor, Tensor]]()
+        assert self.weights.buffer is not None
+        views = self.weights.layout.fixed_views(self.weights.buffer)
+        moves = list[tuple[Tensor, Tensor]]()
         for name, tensor in replaced.items():
             if name not in self.parameters:
                 moves += self._succeed(name, tensor, views[name])
@@ -217,15 +220,24 @@ class HeldModule:
     def _check_shapes(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise `RuntimeError` if the module has other tensors than its part has room for."""
         for name in {**self.tensors, **tensors}:
-            before, now = _shape_of(self.tensors.get(name)), _shape_of(tensors.get(name))
+            before, now = _shape_of(self.weights.layout.fields.get(name)), _shape_of(tensors.get(name))
             if before != now:
                 for changed in {**self._own_names, **tensors}:
                     self._put(changed, self.tensors.get(self._own_names.get(changed, changed)))
+                self._give_shapes_back()
                 has = f"{name} of {before}" if before else f"no {name}"
                 raise RuntimeError(
                     f"{self.name}: expected a call to leave {has}, got {now or 'none'}. Make buffers as large as they "
                     "get before the module is taken over, or keep what comes and goes in a plain attribute."
                 )
+
+    def _give_shapes_back(self) -> None:
+        """Give what comes and goes the shape that it has in its part, where it was resized in place."""
+        assert self.weights.buffer is not None
+        views = self.weights.layout.fixed_views(self.weights.buffer)
+        for name, tensor in self.tensors.items():
+            if kind_of(tensor) != kind_of(views[name]):
+                tensor.data = views[name]
 
 
 def _caching_no_casts(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -261,5 +273,5 @@ def _nothing_of_shape(tensor: Tensor) -> Tensor:
     return tensor.new_full((), filler).expand(tensor.shape)
 
 
-def _shape_of(tensor: Tensor | None) -> str:
+def _shape_of(tensor: Tensor | Field | None) -> str:
     return "" if tensor is None else f"shape {tuple(tensor.shape)} and {tensor.dtype}"
