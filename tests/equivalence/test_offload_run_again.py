@@ -186,3 +186,53 @@ def test_what_a_checkpoint_has_computed_again_goes_with_its_backward() -> None:
     y.sum().backward()
     assert len(made) == 10
     assert all(storage() is None for storage in made)
+
+
+class Shares(nn.Module):
+    """Two parts share a buffer, and a call gives it to one first, and to the other after what it saves, or raises."""
+
+    def __init__(self, first: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.parts = nn.ModuleDict({"a": nn.Module(), "b": nn.Module()})
+        mean = torch.zeros(4)
+        for part in self.parts.values():
+            part.register_buffer("mean", mean)
+        self.first, self.second = self.parts[first], self.parts["b" if first == "a" else "a"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.mean = mean = self.first.mean * 0.9 + 1
+        y: Tensor = self.linear(x + mean).relu()
+        if y.isnan().any():
+            raise FloatingPointError
+        self.second.mean = mean
+        return y
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_second_run_ends_before_parts_that_share_a_buffer_all_have_the_new_one(first: str) -> None:
+    """It had been refused."""
+    experts, plain = both(lambda: Shares(first), num=3)
+    for _ in range(3):
+        grads = []
+        for modules in (experts, plain):
+            x = torch.ones(2, 4, requires_grad=True)
+            torch.stack(parallel_apply(modules, [(x,)] * 3, recompute=True)).sum().backward()
+            grads.append(x.grad)
+        assert torch.equal(*grads)
+        experts.zero_grad()
+    for i, module in enumerate(plain):
+        name = f"parts.{first}.mean"
+        assert torch.equal(experts.state_dict(i)[name], module.state_dict()[name])
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_what_a_call_raises_before_they_all_have_it_comes_out(first: str) -> None:
+    experts, plain = both(lambda: Shares(first), num=1, optimizer=None)
+    for modules in (experts, plain):
+        with pytest.raises(FloatingPointError):
+            modules[0](torch.full((2, 4), torch.nan))
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        assert torch.equal(experts[0](x), plain[0](x))
+        torch.testing.assert_close(experts.state_dict(0), dict(plain[0].state_dict()))

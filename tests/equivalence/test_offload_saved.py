@@ -241,8 +241,10 @@ def test_a_buffer_that_a_call_resizes_in_place_leaves_the_others_as_they_are(how
     experts = OffloadedExperts([Resizing(how)], max_resident_bytes=1000)
     before = experts.state_dict(0)
     for _ in range(2):
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError) as raised:
             experts[0](torch.ones(4, 8))
+        told = [str(raised.value), *getattr(raised.value, "__notes__", [])]
+        assert "expert-00000: expected a call to leave" in told[-1]
         torch.testing.assert_close(experts.state_dict(0), before)
         put_all_out(experts.residency)
         torch.testing.assert_close(experts.state_dict(0), before)

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 from moe_autograd._contexts import contextmanager
 from moe_autograd._interrupts import uninterrupted, unwindable
+from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.offload.checks import check_not_cached, check_values
 from moe_autograd.autograd.offload.flat import Field, Layout, kind_of, lies_in
 from moe_autograd.autograd.offload.kept_views import KeptViews, is_run_of_bytes
@@ -128,10 +129,12 @@ class HeldModule:
             try:
                 with section.opened():
                     yield
-            finally:  # a second run ends early, by an exception
-                self._leave(before)
+            except BaseException as error:  # so a second run ends early
+                self._leave(before, error)
+                raise
+            self._leave(before)
 
-    def _leave(self, before: Sequence[object]) -> None:
+    def _leave(self, before: Sequence[object], error: BaseException | None = None) -> None:
         with self._keeping_changes:
             self._num_inside -= 1
             if self._num_inside:
@@ -144,7 +147,7 @@ class HeldModule:
             with torch.inference_mode(False):
                 tensors = self._tensors()
                 if has_changed:
-                    self._check_shapes(tensors)
+                    tensors = self._fitting(tensors, error)
                 if not self._num_inside:
                     self._is_changed = False
                     self._keep_changes(tensors)
@@ -217,27 +220,62 @@ class HeldModule:
         path, _, own_name = name.rpartition(".")
         setattr(self.module.get_submodule(path), own_name, tensor)
 
-    def _check_shapes(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise `RuntimeError` if the module has other tensors than its part has room for."""
-        for name in {**self.tensors, **tensors}:
-            before, now = _shape_of(self.weights.layout.fields.get(name)), _shape_of(tensors.get(name))
-            if before != now:
-                for changed in {**self._own_names, **tensors}:
-                    self._put(changed, self.tensors.get(self._own_names.get(changed, changed)))
-                self._give_shapes_back()
-                has = f"{name} of {before}" if before else f"no {name}"
-                raise RuntimeError(
-                    f"{self.name}: expected a call to leave {has}, got {now or 'none'}. Make buffers as large as they "
-                    "get before the module is taken over, or keep what comes and goes in a plain attribute."
-                )
+    def _fitting(self, tensors: dict[str, Tensor], error: BaseException | None) -> dict[str, Tensor]:
+        """Return the module's tensors, which its part has room for.
 
-    def _give_shapes_back(self) -> None:
-        """Give what comes and goes the shape that it has in its part, where it was resized in place."""
+        What ends by an `error` may end between two changes that belong together. So what does not fit is put back, and
+        parts that share a buffer have what one of them was given. A note of the error tells what was resized in place.
+
+        Raises:
+            RuntimeError: the module has others; not where there is an error.
+        """
+        names = {**self.tensors, **tensors}
+        misfits = [name for name in names if not self._fits(name, tensors.get(name))]
+        if not misfits:
+            return tensors
+        text = self._expected(misfits[0], tensors)
+        own, given = {id(tensor) for tensor in self.tensors.values()}, dict[str, Tensor]()
+        for name, tensor in tensors.items() if error is not None else ():
+            own_name = self._own_names.get(name, name)
+            if id(tensor) not in own and self._fits(own_name, tensor):
+                given[own_name] = tensor
+        for name in {**self._own_names, **tensors}:
+            own_name = self._own_names.get(name, name)
+            self._put(name, given.get(own_name, self.tensors.get(own_name)))
+        has_resized = self._give_shapes_back()
+        if error is None:
+            raise RuntimeError(text)
+        if has_resized:
+            add_note(error, text)
+        return self._tensors()
+
+    def _fits(self, name: str, tensor: Tensor | None) -> bool:
+        field = self.weights.layout.fields.get(name)
+        return tensor is not None and field is not None and kind_of(tensor) == (field.shape, field.dtype)
+
+    def _expected(self, misfit: str, tensors: Mapping[str, Tensor]) -> str:
+        """Return what an exception says of a tensor that does not fit."""
+        before, now = _shape_of(self.weights.layout.fields.get(misfit)), _shape_of(tensors.get(misfit))
+        own_name = self._own_names.get(misfit, misfit)
+        if own_name != misfit:
+            return (
+                f"{self.name}: expected a call to leave {misfit} and {own_name} one tensor, got two. Give all parts "
+                "that share one the new one, or each its own before the module is taken over."
+            )
+        return (
+            f"{self.name}: expected a call to leave {f'{misfit} of {before}' if before else f'no {misfit}'}, got "
+            f"{now or 'none'}. Make buffers as large as they get before the module is taken over, or keep what comes "
+            "and goes in a plain attribute."
+        )
+
+    def _give_shapes_back(self) -> bool:
+        """Give what was resized in place the shape that it has in its part; whether there is any."""
         assert self.weights.buffer is not None
         views = self.weights.layout.fixed_views(self.weights.buffer)
-        for name, tensor in self.tensors.items():
-            if kind_of(tensor) != kind_of(views[name]):
-                tensor.data = views[name]
+        resized = [name for name, tensor in self.tensors.items() if not self._fits(name, tensor)]
+        for name in resized:
+            self.tensors[name].data = views[name]
+        return bool(resized)
 
 
 def _caching_no_casts(device: torch.device) -> contextlib.AbstractContextManager[None]:
