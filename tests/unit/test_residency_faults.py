@@ -108,28 +108,65 @@ def test_experts_that_the_system_has_no_thread_for_leave_nothing(tmp_path: Path)
     build().close()  # the folder is free
 
 
-def test_a_checkpoint_as_the_interpreter_exits_is_told_that_there_are_no_threads_any_more(
-    tmp_path: Path,
-) -> None:
-    """The first one was, and the next waited for ever."""
+def test_a_checkpoint_as_the_interpreter_exits_is_saved(tmp_path: Path) -> None:
+    """It had been refused, as executors have no threads then."""
     assert_prints(
         f"""
         import atexit
+        import torch
         from torch import nn
         from moe_autograd.autograd.offload import OffloadedExperts
 
-        experts = OffloadedExperts([nn.Linear(4, 4)], max_resident_bytes=1000, store={str(tmp_path)!r})
+        sgd = torch.optim.SGD
+        experts = OffloadedExperts([nn.Linear(4, 4)], sgd, max_resident_bytes=1000, store={str(tmp_path)!r})
 
         def save_twice():
             for _ in range(2):
-                try:
-                    experts.checkpoint()
-                except RuntimeError:
-                    print("told")
+                experts[0](torch.ones(4)).sum().backward()
+                experts.step()
+                before = experts.state_dict(0)
+                experts.checkpoint()
+                experts.restore()
+                print(all(torch.equal(value, before[name]) for name, value in experts.state_dict(0).items()))
+            experts.close()
 
         atexit.register(save_twice)
         """,
-        "told told",
+        "True True",
+    )
+
+
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+def test_training_goes_on_in_a_thread_once_the_main_thread_is_through(update: str) -> None:
+    """It had failed in the midst, as executors take nothing from then on."""
+    assert_prints(
+        f"""
+        import copy, threading
+        import torch
+        from torch import nn
+        from moe_autograd import parallel_apply
+        from moe_autograd.autograd.offload import OffloadedExperts
+
+        plain = [nn.Linear(8, 8) for _ in range(6)]
+        sgd = torch.optim.SGD
+        experts = OffloadedExperts(copy.deepcopy(plain), sgd, max_resident_bytes=1500, update={update!r})
+        optimizers = [sgd(module.parameters()) for module in plain]
+
+        def train():
+            threading.main_thread().join()
+            for _ in range(5):
+                for modules in (experts, plain):
+                    sum(parallel_apply(modules, [(torch.ones(2, 8),)] * 6)).sum().backward()
+                for one in (experts, *optimizers):
+                    one.step()
+                    one.zero_grad()
+            for i, module in enumerate(plain):
+                torch.testing.assert_close(experts.state_dict(i), dict(module.state_dict()))
+            print("trained")
+
+        threading.Thread(target=train).start()
+        """,
+        "trained",
     )
 
 

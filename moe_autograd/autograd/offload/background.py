@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import threading
 from collections.abc import Callable
 from concurrent import futures
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -14,10 +17,75 @@ from moe_autograd.autograd.offload.apart_streams import on_stream, stream_apart
 from moe_autograd.autograd.offload.guard import Guard
 from moe_autograd.autograd.offload.parts import Part
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
+_late: dict[threading.Thread, OneThread] = {}  # and whose they are; single operations alone change it
 
-def begun_threads(*names: str) -> list[futures.ThreadPoolExecutor]:
+
+class OneThread(futures.ThreadPoolExecutor):
+    """An executor of one thread, which also runs functions once the main thread is through.
+
+    From then on those of Python take none and have ended theirs, while other threads may still train, and what
+    `atexit` calls may save. So each function has a thread of its own then; still one runs after the other.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(1, thread_name_prefix=name)
+        self._name, self._is_closed = name, False
+        self._turn = threading.Lock()  # held by the late one that runs
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> futures.Future[T]:
+        """Run a function after those before it; raises `RuntimeError` where it is shut down, or gets no thread."""
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError:
+            if self._is_closed:
+                raise
+        running, function = futures.Future[T](), functools.partial(fn, *args, **kwargs)
+        # a daemon: `_end_late` waits for all of them alike, the interpreter no longer for those that `atexit` begins
+        thread = threading.Thread(
+            target=self._run_late, args=(running, function), name=self._name, daemon=True
+        )
+        _late[thread] = self
+        try:
+            thread.start()
+        except BaseException:
+            del _late[thread]
+            raise
+        return running
+
+    def _run_late(self, running: futures.Future[T], function: Callable[[], T]) -> None:
+        try:
+            with self._turn:
+                running.set_result(function())
+        except BaseException as error:  # as that of an executor
+            running.set_exception(error)
+        finally:
+            del _late[threading.current_thread()]
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more, and wait for what runs."""
+        self._is_closed = True
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        if wait:
+            _end_late(of=self)
+
+
+def _end_late(of: OneThread | None = None) -> None:
+    """Wait for late threads: one that comes back from C++ into a finalised interpreter may abort the process."""
+    for thread, executor in _late.copy().items():
+        if of in (None, executor):
+            thread.join()
+
+
+atexit.register(_end_late)  # so it comes after what programs register once they have imported this
+
+
+def begun_threads(*names: str) -> list[OneThread]:
     """Return executors of one thread each, which is there from the start.
 
     `submit` of one without a thread raises where the system has none to give, and keeps what it was given all the same:
@@ -26,7 +94,7 @@ def begun_threads(*names: str) -> list[futures.ThreadPoolExecutor]:
     Raises:
         RuntimeError: the system has no thread to give.
     """
-    executors = [futures.ThreadPoolExecutor(1, thread_name_prefix=name) for name in names]
+    executors = [OneThread(name) for name in names]
     for executor in executors:
         executor.submit(_begin)
     return executors
@@ -64,7 +132,7 @@ class Mover:
     def start(self) -> None:
         """Begin, if it does not move already. The lock is held."""
         if not self.is_moving:
-            self._thread.submit(self._run)  # which raises at the interpreter's exit
+            self._thread.submit(self._run)  # which raises where it gets no thread
             self.is_moving = True
 
     def _run(self) -> None:
