@@ -260,12 +260,14 @@ class Service:
         return head, states
 
     async def _apply_state(self, head: pb.StateUpdate, states: dict[str, ComingState]) -> pb.UpdateReply:
-        """Check all experts before the first is changed."""
+        """Check all experts before the first is changed; then change all between the same calls, as a step does."""
         whole = {name: coming.whole() for name, coming in states.items()}
-        results = []
-        for name, state in whole.items():
-            results += await self.registry.inspect([name], partial(load_state, state=state, update=head))
-        return _update_reply(list(states), results)
+        names = list(whole)
+
+        def load(hosted: HostedExpert) -> int:
+            return load_state(hosted, whole[hosted.name], head)
+
+        return _update_reply(names, await self.registry.inspect(names, load))
 
 
 def _update_reply(names: Sequence[str], results: Sequence[Any]) -> pb.UpdateReply:

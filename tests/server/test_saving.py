@@ -237,6 +237,36 @@ def test_all_experts_of_a_checkpoint_are_on_the_same_side_of_a_step(tmp_path: Pa
     assert saved == {"busy": expected, "idle": expected}
 
 
+@pytest.mark.parametrize("first", ["load", "save"])
+def test_all_experts_of_a_checkpoint_are_on_the_same_side_of_a_load(tmp_path: Path, first: str) -> None:
+    """The first expert is busy, so that it is set late; the other one is not."""
+    busy, idle = Gated(), nn.Linear(D, D)
+    biases = {"busy": "weights.linear.bias", "idle": "weights.bias"}
+    with (
+        ExpertsServer({"busy": busy, "idle": idle}, config=ServingConfig(checkpoint_dir=tmp_path)) as server,
+        WireClient(server.address) as client,
+        WireClient(server.address, client_id=b"other") as other,
+    ):
+        states = {
+            name: {key: torch.full_like(value, 7.0) for key, value in state.items()}
+            for name, state in client.get_state("busy", "idle").items()
+        }
+        blocking = Waiting(lambda: other.forward("busy", tokens(1, D)))
+        assert busy.started.acquire(timeout=START_S)
+        calls = {"load": lambda: client.set_state(states), "save": other.save}
+        running = {first: Waiting(calls.pop(first))}
+        wait_for(lambda: _num_waiting(server, "busy") == 1)
+        running |= {name: Waiting(call) for name, call in calls.items()}
+        wait_for(lambda: _num_waiting(server, "busy") == 2)
+        busy.let_go()
+        assert blocking.result().code == "OK"
+        assert not any(update.HasField("status") for update in running["load"].result().updates)
+        saved = generation_in(tmp_path, running["save"].result())
+    assert set(busy.linear.bias.tolist() + idle.bias.tolist()) == {7.0}
+    were_set = {name: bool((saved[name].tensors[key] == 7.0).all()) for name, key in biases.items()}
+    assert were_set == dict.fromkeys(biases, first == "load")
+
+
 @pytest.mark.parametrize("when", ["by itself", "at the end"])
 def test_an_expert_that_hangs_keeps_no_other_from_being_saved(
     tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
