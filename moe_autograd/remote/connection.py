@@ -354,7 +354,6 @@ class Connection:
     @unwinding
     def send_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Set the `state_dict` of these experts on every server that hosts them; for each server all or none."""
-        states = {name: as_hosted(state, self.hosted[name].layout) for name, state in states.items()}
         wait_until_made(x for state in states.values() for x in state.values())
         names_at: dict[str, list[str]] = {}
         for name in states:
@@ -366,12 +365,18 @@ class Connection:
             )
 
             def once(channel: Channel, own: list[str], operation: Operation) -> None:
-                reply = send_states(channel, {name: states[name] for name in own}, update, operation)
+                fitting = {n: as_hosted(states[n], self._layout_at(channel.address, n)) for n in own}
+                reply = send_states(channel, fitting, update, operation)
                 check_updates("SetState", channel, own, reply, operation)
 
             with self._delivery.operations.begin() as operation:
                 moved = partial(self._finding.moved, to_all=True)
                 self._delivery.at_each("SetState", names_at, once, operation, moved)
+
+    def _layout_at(self, address: str, name: str) -> pb.StateLayout:
+        """Return that of an expert's state on one server, as that said last: replicas may have other dtypes."""
+        layout = self._finding.placement.layout_at(address, name)
+        return self.hosted[name].layout if layout is None else layout
 
 
 def _check_outputs(job: Job) -> None:

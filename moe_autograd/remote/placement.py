@@ -324,6 +324,12 @@ class Placement:
             if not as_of_now or any(address in answered for address, _ in found)
         }
 
+    def layout_at(self, address: str, name: str) -> pb.StateLayout | None:
+        """Return that of an expert's state on one server, as that said last; `None`: it does not host it."""
+        with self._lock:
+            info = self._replies.get(address, {}).get(name)
+            return None if info is None else _layout_of(info, self._layouts[address])
+
     def __repr__(self) -> str:
         now = time.monotonic()
         resting = [address for address, (until, _) in self._rests.items() if until > now]
@@ -339,7 +345,6 @@ def _hosted(
 ) -> HostedExpert:
     places = sorted(places, key=lambda place: place[0] not in answered)
     address, info = next((place for place in places if place[0] == home), places[0])
-    layouts = layouts_at[address]
     if info.update not in pb.UpdateMode.values():
         raise RemoteError(
             f"expert {name!r} at {address}: expected it to be updated on_step, on_backward or on_samples, got number "
@@ -357,5 +362,9 @@ def _hosted(
         inputs=tuple(TensorSpec.of(spec) for spec in info.inputs),
         wants_hints=info.wants_hints,
         may_draw=any(info.may_draw for _, info in places),
-        layout=layouts[info.layout] if info.layout < len(layouts) else pb.StateLayout(),
+        layout=_layout_of(info, layouts_at[address]),
     )
+
+
+def _layout_of(info: pb.ExpertInfo, layouts: Sequence[pb.StateLayout]) -> pb.StateLayout:
+    return layouts[info.layout] if info.layout < len(layouts) else pb.StateLayout()

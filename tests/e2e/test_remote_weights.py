@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -69,6 +70,22 @@ def test_several_servers_and_replicas_are_all_set(modules):
         experts.load_state_dict(flat(other))
     torch.testing.assert_close(flat(modules), flat(other), rtol=0, atol=0)
     torch.testing.assert_close(flat(replica), flat(other), rtol=0, atol=0)
+
+
+def test_replicas_of_other_dtypes_are_all_set_each_in_its_own():
+    """Whichever of them the client takes for the expert."""
+    replicas = [nn.Linear(4, 4).to(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
+    with ExitStack() as stack:
+        servers = [stack.enter_context(ExpertsServer({"e": replica})) for replica in replicas]
+        for value, server in enumerate(servers):
+            others = [other.address for other in servers if other is not server]
+            with connect([server.address, *others]) as experts:
+                state = experts.state_dict()
+                experts.load_state_dict(
+                    {key: torch.full_like(tensor, value) for key, tensor in state.items()}
+                )
+            assert all((tensor == value).all() for replica in replicas for tensor in replica.parameters())
+    assert [replica.weight.dtype for replica in replicas] == [torch.float32, torch.float64, torch.bfloat16]
 
 
 def test_a_part_of_the_experts_may_be_set(experts, modules):
