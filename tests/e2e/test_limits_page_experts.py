@@ -75,6 +75,33 @@ def test_remote_second_derivatives(experts: RemoteExperts) -> None:
         grad.sum().backward()
 
 
+class MovesOn(nn.Module):
+    """Computes with another number in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.factor += 1
+        return x * self.factor.clone()
+
+
+@of("its backward is that of the first run, here that of the second. Buffers move on twice, as here")
+@pytest.mark.parametrize(
+    ("where", "use_reentrant", "expected"),
+    [("here", False, 2.0), ("elsewhere", False, 1.0), ("here", True, 2.0), ("elsewhere", True, 2.0)],
+)
+def test_checkpoints_around_an_expert_that_moves_on(where: str, use_reentrant: bool, expected: float) -> None:
+    module, x = MovesOn(), torch.ones(2, 1, requires_grad=True)
+    with ExpertsServer({"e": module}) as server, connect(server.address) as experts:
+        expert = module if where == "here" else experts["e"]
+        checkpoint(expert, x, use_reentrant=use_reentrant).sum().backward()
+    assert x.grad is not None
+    assert x.grad.flatten().tolist() == [expected] * 2
+    assert module.factor.item() == 2.0
+
+
 @of("**`torch.save(model)`**, or any other pickling of remote experts, raises")
 def test_remote_pickling(experts: RemoteExperts) -> None:
     model = nn.Sequential(experts["e"])
