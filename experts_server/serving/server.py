@@ -238,6 +238,7 @@ class ExpertServer:
             self._why_unsaved = str(error)
             raise
         finally:
+            self.service.give_up()
             try:
                 await self._end_serving(None)
                 if not await self.saver.in_thread(self.pool.close, 1.0):

@@ -6,6 +6,7 @@ one message each or carry weights.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -41,6 +42,7 @@ from moe_autograd.wire.tensors import TensorLimits
 # RPCs that fetch or set weights; each holds a copy of an expert's, for as long as it takes.
 MAX_WEIGHTS_UNDER_WAY = 16
 WEIGHTS_PATIENCE_S = 60.0  # with the client of one of these, which travel in parts of a megabyte
+BEGUN_PATIENCE_S = 10.0  # with experts that are yet to be set, when the client has gone or is cut off
 
 Save = Callable[[], Awaitable[str]]
 
@@ -75,6 +77,7 @@ class Service:
             MAX_WEIGHTS_UNDER_WAY, "RPCs that fetch or set weights", retry_after_s=1.0, is_configured=False
         )
         self._save = save
+        self._begun: set[asyncio.Future[list[Any]]] = set()  # loads whose clients have gone
         # asked for once, before anybody waits: they never change, and a module may take its time to tell
         numbers: dict[bytes, int] = {}
         self._layout_of = {
@@ -267,7 +270,19 @@ class Service:
         def load(hosted: HostedExpert) -> int:
             return load_state(hosted, whole[hosted.name], head)
 
-        return _update_reply(names, await self.registry.inspect(names, load))
+        loading = asyncio.ensure_future(self.registry.inspect(names, load))
+        try:
+            return _update_reply(names, await asyncio.shield(loading))
+        except asyncio.CancelledError:  # some are set: so are the others, though nobody waits for it
+            self._begun.add(loading)
+            loading.add_done_callback(self._begun.discard)
+            asyncio.get_running_loop().call_later(BEGUN_PATIENCE_S, loading.cancel)
+            raise
+
+    def give_up(self) -> None:
+        """Set no more of what clients have begun to set that have gone; to be called when the last save is done."""
+        for loading in [*self._begun]:
+            loading.cancel()
 
 
 def _update_reply(names: Sequence[str], results: Sequence[Any]) -> pb.UpdateReply:
