@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_autograd.autograd.offload import OffloadedExperts, checkpoints
+from moe_autograd.autograd.offload import OffloadedExperts, checkpoints, shared
 from tests.support.offload_checkpoints import adam, build
 
 PATIENCE_S = 60
@@ -98,3 +99,31 @@ def test_who_holds_an_expert_does_not_wait_for_a_thread_that_saves(
     ):
         experts[0](torch.ones(1, 8))
         assert saving[0].result(PATIENCE_S).name == "checkpoint-00000000"
+
+
+def test_who_has_waited_while_the_experts_were_closed_restores_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their folder may be another's by then."""
+    experts, waits = build(tmp_path), threading.Event()
+    experts.checkpoint()
+    rename, wait = os.rename, shared.wait
+
+    def wait_noticed(acquire: Callable[[float], bool]) -> bool:
+        waits.set()
+        return wait(acquire)
+
+    def rename_and_close(source: Path, target: Path) -> None:
+        monkeypatch.setattr(shared, "wait", wait_noticed)
+        restoring.append(pool.submit(experts.restore))
+        assert waits.wait(PATIENCE_S)
+        rename(source, target)
+        experts.close()
+
+    restoring: list[Future[object]] = []
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(checkpoints.os, "rename", rename_and_close)
+        experts.checkpoint()
+        with pytest.raises(RuntimeError, match="closed"):
+            restoring[0].result(PATIENCE_S)
+    assert not list((tmp_path / "resident-store").glob("*.linked"))

@@ -127,6 +127,7 @@ class SharedResidency:
         with uninterrupted() as section:
             self._take_turn()
             try:
+                self.residency.check_is_open()  # still
                 with section.opened():
                     yield
             finally:
