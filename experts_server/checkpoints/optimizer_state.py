@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from experts_server.checkpoints.plain import cannot_hold, group_of, is_plain, kinds_of_sequences, of_kind
+from experts_server.checkpoints.shared_memory import first_that_shares
 from experts_server.hosting.gradients import laid_out_like
 
 _OF_TORCH = {"state", "param_groups"}  # in a `state_dict`, which may have more
@@ -27,7 +29,7 @@ def take_optimizer(place: str, optimizer: torch.optim.Optimizer) -> tuple[dict[s
     """Return its tensors (not yet copied), and what a snapshot says of it besides.
 
     Raises:
-        CheckpointError: some of it is neither a tensor nor a plain value, or several tensors have memory in common.
+        CheckpointError: some of it is neither a tensor nor a plain value, or one has memory of another.
     """
     saved = dict(optimizer.state_dict())
     if not saved.keys() >= _OF_TORCH:
@@ -48,7 +50,7 @@ def take_optimizer(place: str, optimizer: torch.optim.Optimizer) -> tuple[dict[s
             scalars[name] = copy.deepcopy(value)
         else:
             raise cannot_hold(f"{place}, state {key!r}", value)
-    _check_memory_apart(place, tensors)
+    _check_apart(place, optimizer, tensors)
     entries_of_its_own = {key: value for key, value in saved.items() if key not in _OF_TORCH}
     for key, value in entries_of_its_own.items():
         if not is_plain({key: value}):
@@ -62,26 +64,17 @@ def take_optimizer(place: str, optimizer: torch.optim.Optimizer) -> tuple[dict[s
     }
 
 
-def _check_memory_apart(place: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise `CheckpointError` where what is written to one tensor changes another: after a restart they are apart."""
-    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, tensor in tensors.items():
-        if tensor.layout is torch.strided and not tensor.is_nested:
-            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
-    for sharing in by_storage.values():
-        if len(sharing) == 1:
-            continue
-        is_taken = torch.zeros(sharing[0][1].untyped_storage().nbytes(), dtype=torch.bool, device="cpu")
-        for name, tensor in sharing:  # they may be apart, as parts of one tensor can
-            size = tensor.itemsize
-            strides = *(stride * size for stride in tensor.stride()), 1
-            bytes_of_it = is_taken.as_strided((*tensor.shape, size), strides, tensor.storage_offset() * size)
-            if bytes_of_it.any():
-                key = name.split(".", 2)[2]
-                raise cannot_hold(
-                    f"{place}, state {key!r}", tensor, "a tensor that has no memory of another one"
-                )
-            bytes_of_it.fill_(True)
+def _check_apart(place: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
+    """Raise `CheckpointError` where state has memory of other state, of a weight, or of what is in a group."""
+    others = [
+        leaf for group in optimizer.param_groups for leaf in tree_leaves(group) if isinstance(leaf, Tensor)
+    ]
+    name = first_that_shares([*((None, other) for other in others), *state.items()])
+    if name is not None:
+        key = name.split(".", 2)[2]
+        raise cannot_hold(
+            f"{place}, state {key!r}", state[name], "a tensor that has no memory of another one"
+        )
 
 
 def _entries_of_state(place: str, state: Mapping[Any, Mapping[Any, Any]]) -> Iterator[tuple[int, str, Any]]:

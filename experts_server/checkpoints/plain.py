@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from experts_server.checkpoints.shared_memory import first_that_shares
 from moe_autograd.errors import CheckpointError
 
 _SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple, "Size": torch.Size}  # besides lists
@@ -60,16 +62,32 @@ def changed(place: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> Ch
     return Changes(values, dtypes, kinds_of_sequences(values), [key for key in before if key not in now])
 
 
-def check_apart(place: str, entries: Iterable[tuple[str, Any]]) -> None:
-    """Raise `CheckpointError` if one tensor is in several of the entries: each would get one of its own."""
+def check_apart(place: str, entries: Sequence[tuple[str, Any]]) -> None:
+    """Raise `CheckpointError` if a tensor, list or dict stands in two places: each would get one of its own."""
     seen: set[int] = set()
-    for key, value in entries:
-        of_this = {id(leaf) for leaf in tree_leaves(value)}
-        if seen & of_this:
-            raise cannot_hold(
-                f"{place} {key!r}", value, "a tensor for each group, or one that stays as it was built"
-            )
-        seen |= of_this
+    tensors: list[tuple[str | None, Tensor]] = []
+    for number, (key, value) in enumerate(entries):
+        for one in _changeable(value):
+            if id(one) in seen:
+                raise _cannot_hold_in_two_places(place, key, value)
+            seen.add(id(one))
+            if isinstance(one, Tensor):
+                tensors.append((str(number), one))
+    if (shared := first_that_shares(tensors)) is not None:
+        raise _cannot_hold_in_two_places(place, *entries[int(shared)])
+
+
+def _changeable(value: Any) -> Iterator[Any]:
+    """Yield what others may see change: tensors, lists and dicts."""
+    if isinstance(value, Tensor | list | dict):
+        yield value
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    for one in inner:
+        yield from _changeable(one)
+
+
+def _cannot_hold_in_two_places(place: str, key: str, value: Any) -> CheckpointError:
+    return cannot_hold(f"{place} {key!r}", value, "one for each group, or one that stays as it was built")
 
 
 def kinds_of_sequences(values: Mapping[str, Any]) -> dict[str, str]:
@@ -100,7 +118,7 @@ def put_back(built: dict[str, Any], changes: Changes) -> None:
 
 def _dtype_of_numbers(value: Any) -> torch.dtype | None:
     """Return the dtype of a tensor of one number, or of several such tensors, as a rate and betas may be."""
-    leaves = value if isinstance(value, list | tuple) else [value]
+    leaves = value if type(value) in (list, tuple) else [value]
     if all(type(leaf) is Tensor and leaf.dim() == 0 for leaf in leaves):
         dtypes = {leaf.dtype for leaf in leaves}
         return dtypes.pop() if len(dtypes) == 1 else None
@@ -134,7 +152,7 @@ def is_plain(value: Any) -> bool:
 
 def _is_of_json(value: Any) -> bool:
     """Whether all in it is of JSON's own classes, as which others (enums, named tuples) would come back."""
-    if type(value) is dict:
+    if type(value) in (dict, OrderedDict):
         return all(map(_is_of_json, value.values()))
     if type(value) is list:
         return all(map(_is_of_json, value))

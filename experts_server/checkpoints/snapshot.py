@@ -150,7 +150,7 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
     of_schedule = changed(f"{place}.schedule", schedule, built_schedule)
     of_groups = [changed(f"{place}, group", *pair) for pair in zip(groups, built_groups, strict=True)]
     all_changed = zip([schedule, *groups], [of_schedule, *of_groups], strict=True)
-    check_apart(f"{place}, group", ((key, now[key]) for now, of_it in all_changed for key in of_it.dtypes))
+    check_apart(f"{place}, group", [(key, now[key]) for now, of_it in all_changed for key in of_it.values])
     return tensors, {
         "num_updates": trainer.num_updates,
         "update": trainer.training.update,

@@ -39,6 +39,7 @@ def keeping_parameters(module: nn.Module) -> Iterator[None]:
                     parameter.copy_(now)
             if path in parts:
                 setattr(parts[path], key, parameter)  # an `nn.LSTM` computes with a list of what was set
+                parts[path]._parameters[key] = parameter  # whatever a class makes of what is set
     if wrong:
         raise ValueError(f"a load that makes other parameters ({', '.join(wrong[:4])})")
 

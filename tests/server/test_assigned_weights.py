@@ -94,6 +94,20 @@ class Normalized(Assigning):
         nn.utils.parametrizations.weight_norm(self.linear)
 
 
+class Copying(nn.Linear):
+    """Makes a weight of its own of one that is set."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_weight = isinstance(value, nn.Parameter)
+        super().__setattr__(name, nn.Parameter(value.detach().clone()) if is_weight else value)
+
+
+class Copied(Assigning):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = Copying(D, D)
+
+
 class Widening(Assigning):
     """Comes to a weight of another dtype, and to one less."""
 
@@ -113,6 +127,7 @@ MAKES: dict[str, Callable[[], nn.Module]] = {
     "RNN": lambda: Recurrent(nn.RNN),
     "list and dictionary": Listed,
     "parametrized": Normalized,
+    "copied": Copied,
 }
 
 

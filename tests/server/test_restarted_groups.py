@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,35 @@ def test_a_tensor_that_has_changed_in_several_groups_at_once_is_refused_by_name(
     expert = hosted(training(make))
     take(expert)
     optimizer_of(expert).param_groups[0]["lr"].mul_(0.5)
-    with pytest.raises(CheckpointError, match="optimizer, group 'lr': expected a tensor for each group, or"):
+    with pytest.raises(CheckpointError, match="optimizer, group 'lr': expected one for each group, or"):
+        take(expert)
+
+
+IN_TWO_PLACES: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
+    "a list": lambda one, other: _set_both(one, other, [1.0], lambda kept: kept),
+    "a dictionary in a tuple": lambda one, other: _set_both(one, other, {"a": 1.0}, lambda kept: (1.0, kept)),
+    "a part of a tensor": lambda one, other: _set_both(one, other, torch.ones(1), lambda kept: kept[0]),
+    "a tensor twice in one": lambda one, _: one.update(kept=(torch.ones(()),) * 2),
+}
+
+
+def _set_both(one: dict[str, Any], other: dict[str, Any], kept: Any, place: Callable[[Any], Any]) -> None:
+    one["kept"], other["kept"] = place(kept), place(kept)
+
+
+@pytest.mark.parametrize("share", IN_TWO_PLACES.values(), ids=IN_TWO_PLACES)
+def test_what_stands_in_two_places_of_groups_is_refused_by_name(
+    share: Callable[[dict[str, Any], dict[str, Any]], None],
+) -> None:
+    """It would be one for each after a restart, where plain PyTorch keeps it one."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1)
+
+    expert = hosted(training(make))
+    share(*optimizer_of(expert).param_groups)
+    said = "optimizer, group 'kept': expected one for each group, or one that stays as it was built"
+    with pytest.raises(CheckpointError, match=said):
         take(expert)
 
 
