@@ -2,7 +2,8 @@
 
 A backward wants the tokens of all experts, and a map on threads has their tokens and results on the way at once. Where
 there is neither, an expert's tokens are gathered when it is called and its results added soon after, and their memory
-is free for the next. The same is added in the same order, so the numbers are those of `combine`.
+is free for the next. The same is added in the same order, so the numbers are those of `combine`. Only where experts
+return several dtypes, each result is weighted in its own, as in the loop, and not in the widest of all.
 
 Shape letters: T tokens, D d_model, K top-k, N = T * K choices, R of these.
 """

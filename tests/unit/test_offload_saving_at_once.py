@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -59,6 +59,83 @@ def test_layers_beside_each_other_that_save_at_once_save_one_after_the_other(tmp
         assert sorted(names) == [f"checkpoint-{number:08}" for number in range(8)]
         assert [path.name for path in tmp_path.glob("checkpoint-*")] == [max(names)]
         first.restore()
+
+
+def _in_a_step(experts: OffloadedExperts, what: Callable[[], object]) -> None:
+    experts.optimizers[0].register_step_pre_hook(lambda *_: what() and None)
+
+
+def _in_a_backward(experts: OffloadedExperts, what: Callable[[], object]) -> None:
+    experts[0].apply(lambda module: module.register_full_backward_hook(lambda *_: what() and None) and None)
+
+
+def _in_a_forward(experts: OffloadedExperts, what: Callable[[], object]) -> None:
+    experts[0].apply(lambda module: module.register_forward_hook(lambda *_: what() and None) and None)
+
+
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+@pytest.mark.parametrize("register", [_in_a_step, _in_a_backward, _in_a_forward])
+def test_restore_within_a_call_or_an_update_is_refused_and_checkpoint_saves(
+    tmp_path: Path,
+    register: Callable[[OffloadedExperts, Callable[[], object]], None],
+    update: Literal["on_step", "on_backward"],
+) -> None:
+    """It waited for ever for who waited for it, or raised an `AssertionError` once all had been restored."""
+    told: list[str] = []
+    with OffloadedExperts(
+        [nn.Linear(8, 8)], adam, max_resident_bytes=10_000, store=tmp_path, update=update
+    ) as experts:
+        experts.checkpoint()
+
+        def save_and_restore() -> None:
+            experts.checkpoint("within")
+            with pytest.raises(
+                RuntimeError, match=r"expected restore\(\) between calls, got one within"
+            ) as raised:
+                experts.restore()
+            told.append(str(raised.value))
+
+        register(experts, save_and_restore)
+        experts[0](torch.randn(2, 8, requires_grad=True)).sum().backward()
+        if update == "on_step":
+            experts.step()
+        assert told
+        assert experts.restore() == "within"
+
+
+def test_a_step_that_saves_while_another_thread_restores_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step waited for the other thread, which waited for the expert that was held for the step."""
+    link, is_restoring, may_go_on = shared.link_files, threading.Event(), threading.Event()
+
+    def link_when_told(*args: Any) -> None:
+        is_restoring.set()
+        assert may_go_on.wait(PATIENCE_S)
+        link(*args)
+
+    with (
+        OffloadedExperts(
+            [nn.Linear(8, 8)], adam, max_resident_bytes=10_000, store=tmp_path, update="on_backward"
+        ) as experts,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        experts.checkpoint()
+        monkeypatch.setattr(shared, "link_files", link_when_told)
+
+        def save() -> None:
+            assert is_restoring.wait(PATIENCE_S)
+            try:
+                experts.checkpoint()
+            finally:
+                may_go_on.set()
+
+        _in_a_step(experts, save)
+        y = experts[0](torch.randn(2, 8)).sum()
+        restoring = pool.submit(experts.restore)
+        with pytest.raises(RuntimeError, match=REFUSED):
+            y.backward()
+        restoring.result(PATIENCE_S)
 
 
 class Saving(nn.Linear):

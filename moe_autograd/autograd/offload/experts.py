@@ -358,7 +358,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             CheckpointError: there is none, it does not fit these experts, or a file of it is missing or cut. Nothing
                 has changed; but experts have, if one does not take what its class saved before it raised `_version`.
             OSError: the store failed, or the folder. Repeat it: mostly nothing has changed, at worst some experts have.
-            ValueError, RuntimeError: an expert's state exceeds the limit; or as from `checkpoint`. Nothing has changed.
+            ValueError, RuntimeError: it exceeds the limit; as from `checkpoint`, or within a call. Nothing has changed.
         """
         return self._shared.restore()
 

@@ -18,6 +18,7 @@ class Holders:
     def __init__(self) -> None:
         self._num_holds: Counter[int] = Counter()  # by thread: one may hold several times
         self._waiting: dict[int, int] = {}  # by thread: how many news it knows
+        self._stands_for: dict[int, int] = {}  # by thread: which other waits for it
 
     def begin(self) -> None:
         """Say that the current thread holds something, once more."""
@@ -32,8 +33,19 @@ class Holders:
 
     @property
     def has_current(self) -> bool:
-        """Whether the current thread holds something."""
-        return threading.get_ident() in self._num_holds
+        """Whether the current thread holds something, or the one that it stands for."""
+        me = threading.get_ident()
+        return me in self._num_holds or self._stands_for.get(me) in self._num_holds
+
+    @contextmanager
+    def standing_for(self, thread: int) -> Iterator[None]:
+        """Inside, the current thread works for another one, which waits for it."""
+        me = threading.get_ident()
+        self._stands_for[me] = thread
+        try:
+            yield
+        finally:
+            del self._stands_for[me]
 
     @contextmanager
     def waiting(self, num_news: int) -> Iterator[None]:

@@ -37,6 +37,7 @@ written in `transfers`, in which order in `to_write`, who waits for whom in `hol
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
@@ -253,12 +254,12 @@ class Residency:
     def adopt(self, part: Part, place: Callable[[str], None], instead_of: Part | None = None) -> None:
         """Let `place` put other bytes under a part's name into the store; if that raises, all is as before.
 
-        Nobody takes the part in meanwhile, nor the one that it comes `instead_of`. Other threads that hold it are
-        waited for, unless this one holds some itself.
+        Nobody takes the part in meanwhile, nor the one that it comes `instead_of`. Threads that hold it are waited for:
+        not to be called by one that holds any.
         """
         with self._lock:
             before = instead_of or part
-            self._wait_until_free(before, also_of_holders=not self.holders.has_current)
+            self._wait_until_free(before, also_of_holders=True)
             place(part.name)
             self._put_away(before)
             self._known_bytes -= instead_of.layout.num_bytes if instead_of else 0
@@ -291,9 +292,10 @@ class Residency:
         The function waits for no room, and has ended when this returns or raises. On a GPU it uses the caller's stream.
         """
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        caller = threading.get_ident()
 
         def run() -> T:
-            with on_stream(stream):
+            with self.holders.standing_for(caller), on_stream(stream):
                 returned = function()
                 self.finish_kernels()
                 return returned

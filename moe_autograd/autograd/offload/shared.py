@@ -90,6 +90,11 @@ class SharedResidency:
     def restore(self) -> Any:
         """Go back to the newest checkpoint; return its note. See `OffloadedExperts.restore`."""
         folder, store = self._need_folder()
+        if self.residency.holders.has_current:
+            raise RuntimeError(
+                "OffloadedExperts: expected restore() between calls, got one within an expert's call, backward "
+                "or update. Set a flag there, and restore between steps."
+            )
         with self._alone():
             return self._restore(folder, store)
 
