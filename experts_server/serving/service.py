@@ -317,6 +317,7 @@ def _expert_info(hosted: HostedExpert, layout: int) -> pb.ExpertInfo:
         name=hosted.name,
         kind=type(hosted.module).__name__,
         inputs=_inputs_of(hosted),
+        may_draw=not hosted.caller.random.is_silent,
         num_parameters=sum(p.numel() for p in hosted.module.parameters()),
         is_trained=training is not None,
         update="ON_STEP" if training is None else training.update.upper(),
