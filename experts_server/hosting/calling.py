@@ -18,7 +18,7 @@ from experts_server.hosting.gradients import GraphWeigher
 from experts_server.hosting.kept import SAVED_BYTES
 from experts_server.hosting.randomness import RandomStream
 from experts_server.hosting.separating import LateHooks, is_its_class, is_row_wise
-from experts_server.spec import infer_spec
+from experts_server.spec import InputSpec, infer_spec
 from moe_autograd._contexts import contextmanager
 from moe_autograd.autograd.modules.computed_from import uses_of
 from moe_autograd.autograd.walks import gradient_edge
@@ -76,6 +76,11 @@ class ModuleCaller:
 
     def __repr__(self) -> str:
         return f"<ModuleCaller of {self.name!r}, {type(self.module).__name__} on {self.device}>"
+
+    @property
+    def spec_now(self) -> InputSpec:
+        """What the module takes, as far as it tells: as it was hosted, or with hooks that have come since."""
+        return infer_spec(self.module) if self.late_hooks else self.spec
 
     @property
     def has_buffers(self) -> bool:
@@ -286,7 +291,7 @@ class ModuleCaller:
 
     def _explain(self, inputs: tuple[Tensor, ...], error: BaseException) -> RemoteError:
         failure = self.failure("forward", error)
-        spec = infer_spec(self.module)
+        spec = self.spec_now
         likely = None if spec.width is None else spec.mismatch(self.name, inputs[0])
         return failure if likely is None else InvalidCallError(f"{likely} Its module raised {told(error)}")
 

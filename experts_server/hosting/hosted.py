@@ -45,7 +45,7 @@ from experts_server.hosting.ledger import Ledger, Reply
 from experts_server.hosting.offloading import Lodger, OffloadMemory
 from experts_server.hosting.own_memory import OwnMemory, apart
 from experts_server.hosting.training import Trainer, Training
-from experts_server.spec import InputSpec, infer_spec
+from experts_server.spec import InputSpec
 from moe_autograd.autograd.contents.compiled import is_compiled
 from moe_autograd.autograd.in_turn import is_small
 from moe_autograd.errors import InputsNeededError, RemoteError
@@ -122,8 +122,8 @@ class HostedExpert:
 
     @property
     def spec(self) -> InputSpec:
-        """What it takes, as far as its module tells: as it was hosted, or with hooks that have come since."""
-        return infer_spec(self.module) if self.caller.late_hooks else self.caller.spec
+        """What it takes, as far as its module tells."""
+        return self.caller.spec_now
 
     @property
     def num_updates(self) -> int:
