@@ -149,8 +149,11 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
         )
     of_schedule = changed(f"{place}.schedule", schedule, built_schedule)
     of_groups = [changed(f"{place}, group", *pair) for pair in zip(groups, built_groups, strict=True)]
-    all_changed = zip([schedule, *groups], [of_schedule, *of_groups], strict=True)
-    check_apart(f"{place}, group", [(key, now[key]) for now, of_it in all_changed for key in of_it.values])
+    in_groups = [
+        (key, now[key]) for now, of_it in zip(groups, of_groups, strict=True) for key in of_it.values
+    ]
+    # A schedule's lists may be one: it makes others of them, as `SequentialLR` does. Its tensors are those of groups.
+    check_apart(f"{place}, group", [*((key, schedule[key]) for key in of_schedule.dtypes), *in_groups])
     return tensors, {
         "num_updates": trainer.num_updates,
         "update": trainer.training.update,

@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, LRScheduler, SequentialLR
 
 from experts_server.checkpoints.snapshot import take
 from experts_server.hosting.training import Training
@@ -138,6 +139,27 @@ def test_a_schedule_of_a_rate_that_is_a_tensor_goes_on_after_a_restart(tmp_path:
     train(straight, range(4))
     got, want = (optimizer_of(one.expert).param_groups[0]["lr"] for one in (client, straight))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
+    got, want = (one.expert.module.state_dict() for one in (client, straight))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_a_schedule_of_schedules_that_share_a_list_goes_on_after_a_restart(tmp_path: Path) -> None:
+    """Each save was refused: `SequentialLR` has the list of rates of the one that is its turn."""
+
+    def scheduled(module: nn.Module) -> Training:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        parts: list[LRScheduler] = [ConstantLR(optimizer, total_iters=2), ExponentialLR(optimizer, 0.5)]
+        return Training(optimizer, schedule=SequentialLR(optimizer, parts, milestones=[2]))
+
+    client, straight = Client(hosted(scheduled)), Client(hosted(scheduled))
+    for step in range(5):
+        train(client, range(step, step + 1))
+        client.expert = restarted(client.expert, scheduled, tmp_path)
+    train(straight, range(5))
+    assert (
+        optimizer_of(client.expert).param_groups[0]["lr"]
+        == optimizer_of(straight.expert).param_groups[0]["lr"]
+    )
     got, want = (one.expert.module.state_dict() for one in (client, straight))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
