@@ -236,10 +236,13 @@ class Trainer:
         schedule = self.training.schedule
         if schedule is None:
             return
-        place = schedule.last_epoch
+        place = getattr(schedule, "last_epoch", None)  # which a `ChainedScheduler` leaves to its parts
         try:
             schedule.step()
         except Exception as error:  # `OneCycleLR` raises after `total_steps`
-            schedule.last_epoch = place  # this step is to come yet: after a restart a longer one may make it
+            if place is not None:
+                schedule.last_epoch = (
+                    place  # this step is to come yet: after a restart a longer one may make it
+                )
             self.schedule_end = told(error)
             logger.error("expert %r: its schedule has ended: %s", self.name, error)

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, LRScheduler, SequentialLR
 
 from experts_server.checkpoints.snapshot import take
 from experts_server.hosting.training import Training
@@ -143,13 +143,24 @@ def test_a_schedule_of_a_rate_that_is_a_tensor_goes_on_after_a_restart(tmp_path:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_a_schedule_of_schedules_that_share_a_list_goes_on_after_a_restart(tmp_path: Path) -> None:
-    """Each save was refused: `SequentialLR` has the list of rates of the one that is its turn."""
+def _one_after_the_other(optimizer: torch.optim.Optimizer, parts: list[LRScheduler]) -> LRScheduler:
+    return SequentialLR(optimizer, parts, milestones=[2])
+
+
+def _at_once(optimizer: torch.optim.Optimizer, parts: list[LRScheduler]) -> LRScheduler:
+    return ChainedScheduler(parts)
+
+
+@pytest.mark.parametrize("make", [_one_after_the_other, _at_once])
+def test_a_schedule_of_schedules_goes_on_after_a_restart(
+    tmp_path: Path, make: Callable[[torch.optim.Optimizer, list[LRScheduler]], LRScheduler]
+) -> None:
+    """Saves were refused, as it has the list of rates of a part; a chained one has no `last_epoch`, which was read."""
 
     def scheduled(module: nn.Module) -> Training:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         parts: list[LRScheduler] = [ConstantLR(optimizer, total_iters=2), ExponentialLR(optimizer, 0.5)]
-        return Training(optimizer, schedule=SequentialLR(optimizer, parts, milestones=[2]))
+        return Training(optimizer, schedule=make(optimizer, parts))
 
     client, straight = Client(hosted(scheduled)), Client(hosted(scheduled))
     for step in range(5):
