@@ -240,9 +240,7 @@ class Trainer:
         try:
             schedule.step()
         except Exception as error:  # `OneCycleLR` raises after `total_steps`
-            if place is not None:
-                schedule.last_epoch = (
-                    place  # this step is to come yet: after a restart a longer one may make it
-                )
+            if place is not None:  # this step is to come yet: after a restart a longer one may make it
+                schedule.last_epoch = place
             self.schedule_end = told(error)
             logger.error("expert %r: its schedule has ended: %s", self.name, error)

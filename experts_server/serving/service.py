@@ -78,6 +78,8 @@ class Service:
         )
         self._save = save
         self._begun: set[asyncio.Future[list[Any]]] = set()  # loads whose clients have gone
+        # Experts with hooks that came late, which may change what these take, and whether they draw.
+        self._had_late_hooks: set[str] = set()
         # asked for once, before anybody waits: they never change, and a module may take its time to tell
         numbers: dict[bytes, int] = {}
         self._layout_of = {
@@ -86,9 +88,6 @@ class Service:
         }
         self._started_at = time.monotonic()
         # so is the rest, or each Info of thousands of experts would hold up everybody for a fifth of a second
-        self._had_late_hooks: set[str] = (
-            set()
-        )  # which may change what their experts take, and whether they draw
         self._info_reply = pb.InfoReply(
             server_version=metadata.version("moe-autograd"),
             server_id=self.server_id,

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.autograd.offload.residency import Residency
 from tests.support.offload_checkpoints import assert_equal, build, states, train
 from tests.support.stores import WatchedStore, part_of, put_all_out
@@ -96,6 +98,25 @@ def want(tmp_path: Path) -> list[list[dict[str, torch.Tensor]]]:
     return after
 
 
+def failing(name: str, file: str, code: int) -> Callable[[Path, Path], None]:
+    """Return what does as a function of `os`, and fails for one file."""
+    function = getattr(os, name)
+
+    def call(source: Path, target: Path) -> None:
+        if file in str(source):
+            raise OSError(code, os.strerror(code), str(source))
+        function(source, target)
+
+    return call
+
+
+def train_beyond_a_checkpoint(experts: OffloadedExperts) -> None:
+    train(experts, range(1))
+    experts.checkpoint()
+    train(experts, range(1, 2))
+    experts.residency.flush()
+
+
 def files(folder: Path) -> set[str]:
     return {path.name for path in (folder / "resident-store").iterdir()}
 
@@ -105,18 +126,9 @@ def test_a_restore_that_finds_no_room_for_a_file_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, want: list[list[dict[str, torch.Tensor]]], part: str
 ) -> None:
     """The weights of the expert were whatever a buffer had, and its optimizer's state was not defined."""
-    link = os.link
-
-    def link_some(source: Path, target: Path) -> None:
-        if f"00001.{part}" in str(source):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source))
-        link(source, target)
-
+    link_some = failing("link", f"00001.{part}", errno.ENOSPC)
     with build(tmp_path) as experts:
-        train(experts, range(1))
-        experts.checkpoint()
-        train(experts, range(1, 2))
-        experts.residency.flush()
+        train_beyond_a_checkpoint(experts)
         before, known_bytes = files(tmp_path), experts.residency.known_bytes
         for is_repeated in (False, True):
             with monkeypatch.context() as patch:
@@ -136,18 +148,9 @@ def test_a_restore_that_finds_no_room_for_a_file_changes_nothing(
 def test_a_restore_whose_file_cannot_be_put_in_place_leaves_that_part_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, want: list[list[dict[str, torch.Tensor]]], part: str
 ) -> None:
-    replace = os.replace
-
-    def replace_some(source: Path, target: Path) -> None:
-        if f"00001.{part}" in str(source):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
-        replace(source, target)
-
+    replace_some = failing("replace", f"00001.{part}", errno.EIO)
     with build(tmp_path) as experts:
-        train(experts, range(1))
-        experts.checkpoint()
-        train(experts, range(1, 2))
-        experts.residency.flush()
+        train_beyond_a_checkpoint(experts)
         before, known_bytes = files(tmp_path), experts.residency.known_bytes
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", replace_some)
