@@ -20,7 +20,7 @@ class Recurrent(nn.Module):
 
     def forward(self, x):
         threading.Event().wait(0.001)
-        for step in range(50_000):
+        for step in range(40_000):
             x = -x if step % 10 else x * self.weight
         return x
 
