@@ -71,9 +71,8 @@ def _find_set_mkl_threads() -> Callable[[int], int] | None:
 
     None where torch is built without MKL. 0 is as many as OpenMP says, or MKL_NUM_THREADS.
     """
-    found = getattr(
-        ctypes.PyDLL(torch._C.__file__), "MKL_Set_Num_Threads_Local", None
-    )  # in what that links to
+    # It is looked for in what that links to as well.
+    found = getattr(ctypes.PyDLL(torch._C.__file__), "MKL_Set_Num_Threads_Local", None)
     if found is not None:
         found.argtypes, found.restype = [ctypes.c_int], ctypes.c_int
     return found

@@ -28,9 +28,8 @@ def metadata_of(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def with_metadata(state: Mapping[str, Any], metadata: Metadata) -> OrderedDict[str, Any]:
     """Return a state that has this beside its tensors, where `load_state_dict` looks for it."""
     given: Any = OrderedDict(state)
-    given._metadata = {
-        path: dict(values) for path, values in metadata.items()
-    }  # whoever loads it may change them
+    # Whoever loads it may change them.
+    given._metadata = {path: dict(values) for path, values in metadata.items()}
     return given  # type: ignore[no-any-return]
 
 

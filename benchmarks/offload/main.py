@@ -21,12 +21,8 @@ from benchmarks.measure import Times, print_table
 from benchmarks.memory import resident_bytes
 from moe_autograd.autograd.offload import OffloadedExperts, return_freed_memory_at_once
 
-D_MODEL, D_FF, NUM_EXPERTS, NUM_TOKENS = (
-    1024,
-    4096,
-    40,
-    512,
-)  # 33.6 MB of weights each, 100.8 MB with Adam's state
+# 33.6 MB of weights each, 100.8 MB with the state of Adam.
+D_MODEL, D_FF, NUM_EXPERTS, NUM_TOKENS = 1024, 4096, 40, 512
 LIMIT_BYTES = 512 * 10**6
 
 

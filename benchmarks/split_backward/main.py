@@ -26,12 +26,8 @@ SERVER_SIZES = (  # experts, layers, width, tokens
     *((4, 2, 1024, 256), (4, 3, 2048, 256)),
 )
 NUM_LAYERS, NUM_EXPERTS = 6, 4
-STACKS = (
-    (256, 256, 0.0),
-    (256, 256, 0.05),
-    (1024, 512, 0.0),
-    (1024, 512, 0.05),
-)  # width, tokens, waits in seconds
+# Width, tokens, waits in seconds.
+STACKS = ((256, 256, 0.0), (256, 256, 0.05), (1024, 512, 0.0), (1024, 512, 0.05))
 
 
 def expert(num_layers: int, width: int) -> nn.Sequential:

@@ -267,9 +267,8 @@ def begun_with(
         others_sleep: whether those with none are to do nothing.
     """
     me = threading.get_ident()
-    before = [
-        (within, within.seeds.pop(me, _NO_SEED)) for within, _ in seeds
-    ]  # one may be in the midst of another
+    # One may be in the midst of another.
+    before = [(within, within.seeds.pop(me, _NO_SEED)) for within, _ in seeds]
     for within, seed in seeds:
         if seed is not None or others_sleep:
             within.seeds[me] = seed

@@ -72,9 +72,8 @@ def test_what_is_saved_on_the_cpu_in_pinned_memory_comes_back_whole(where: str) 
             loss = loss_of(outputs)
             if where == "forward":
                 stack.close()
-            noise = [
-                torch.full_like(y, torch.nan) for y in outputs
-            ]  # where the allocator had put what was saved
+            # It lies where the allocator had put what was saved.
+            noise = [torch.full_like(y, torch.nan) for y in outputs]
             loss.backward()
         del noise
         return grads_of([*xs, *parameters(modules)])

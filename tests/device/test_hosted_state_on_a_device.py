@@ -240,9 +240,8 @@ def test_an_expert_on_the_device_is_not_offloaded_and_says_so() -> None:
 
 
 def test_what_is_kept_on_the_device_for_backwards_that_never_come_is_given_back() -> None:
-    module = nn.Sequential(nn.LayerNorm(64), nn.GELU()).to(
-        DEVICE
-    )  # without products, which take memory for themselves
+    # It has no products, which take memory for themselves.
+    module = nn.Sequential(nn.LayerNorm(64), nn.GELU()).to(DEVICE)
     with ExpertsServer({"e": module}, optimizer=adam) as server, connect(server.address) as experts:
         assert server._server is not None
         kept = server._server.memory.kept

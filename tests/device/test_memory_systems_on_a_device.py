@@ -51,9 +51,8 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Attempting to run cuBLAS, but there was no"
-)  # on a thread new to CUDA, once
+# It comes once, on a thread new to CUDA.
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no")
 @pytest.mark.parametrize("on_side_stream", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_training_draws_and_computes_what_it_does_when_all_is_kept(mode: str, on_side_stream: bool) -> None:
@@ -107,9 +106,8 @@ def test_a_backward_meets_the_dropout_of_its_forward_in_fused_kernels(
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=0.1)  # cuDNN may use TF32
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Attempting to run cuBLAS, but there was no"
-)  # on a thread new to CUDA, once
+# It comes once, on a thread new to CUDA.
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no")
 @pytest.mark.parametrize("on_side_stream", [False, True])
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_weight_gradients_of_a_second_part_are_those_of_one_backward(

@@ -95,8 +95,7 @@ def test_a_client_that_connects_once_a_hook_draws_sends_what_it_draws_from() -> 
     with ExpertsServer({"e": layer}, optimizer=sgd) as server:
         layer.register_forward_hook(lambda _, __, y: torch.dropout(y, 0.5, True))
         with connect(server.address) as experts:
-            y = checkpoint(
-                experts["e"], x, use_reentrant=True
-            )  # draws twice: with what the client has restored
+            # It draws twice: with what the client has restored.
+            y = checkpoint(experts["e"], x, use_reentrant=True)
             y.sum().backward()
     torch.testing.assert_close(x.grad, (2.0 * (y != 0)) @ layer.weight.detach())

@@ -117,9 +117,8 @@ def left_by(fail: Callable[[RemoteExperts], object], experts: RemoteExperts) -> 
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         gc.collect()
-        kinds = (
-            grpc.RpcError | torch.Tensor | Delivery
-        )  # and not those of a server, which are in this process too
+        # Those of a server, which are in this process too, are not counted.
+        kinds = grpc.RpcError | torch.Tensor | Delivery
         return [type(thing).__name__ for thing in gc.garbage if isinstance(thing, kinds)]
     finally:
         gc.set_debug(0)

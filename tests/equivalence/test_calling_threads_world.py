@@ -277,9 +277,8 @@ def test_modes_see_what_is_called_in_workers(mode: Any, nested: int, where: str)
         return log
 
     said = assert_same_program(program)
-    assert said or (
-        mode is Records and where == "backward"
-    )  # `Tensor.backward` is itself a call the mode sees
+    # `Tensor.backward` is itself a call the mode sees.
+    assert said or (mode is Records and where == "backward")
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "both"])

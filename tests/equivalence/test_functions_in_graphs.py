@@ -262,6 +262,7 @@ def attributes_of_whatever_name(apply: MapFunction) -> Any:
     own = vars(EmulatedAutogradContext)
     names = [name for name in own if not name.startswith(("__", "_emulated_")) and not callable(own[name])]
     names = [name for name in names if not isinstance(own[name], property)]
+    # These names are torch's.
     taken = {
         "to_save",
         "dirty_tensors",
@@ -269,7 +270,7 @@ def attributes_of_whatever_name(apply: MapFunction) -> Any:
         "materialize_grads",
         "needs_input_grad",
         "output_grad_dtypes",
-    }  # torch's
+    }
 
     class Keeps(Function):
         @staticmethod

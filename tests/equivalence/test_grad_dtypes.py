@@ -198,9 +198,8 @@ def test_what_a_function_in_a_call_declared_holds_outside_of_the_call() -> None:
         got.clear()
         modules, xs = [Ends() for _ in range(3)], [torch.ones(3, requires_grad=True) for _ in range(3)]
         inner = apply(modules, [(x,) for x in xs])
-        outer = apply(
-            [lambda x: Precise.apply(x)] * 3, [(y,) for y in inner]
-        )  # whose gradients are kept precise
+        # Its gradients are kept precise.
+        outer = apply([lambda x: Precise.apply(x)] * 3, [(y,) for y in inner])
         torch.autograd.backward(list(outer), [torch.ones(3, dtype=torch.float64)] * 3)
         said = [y.grad_dtype for y in inner] if hasattr(Tensor, "_has_grad_dtype_override") else ()
         return said, sorted(map(str, got)), [x.grad for x in xs]

@@ -104,9 +104,8 @@ def assert_same_calls(call: Callable[[Tensor], Tensor], options: dict[str, Any])
         xs = leaves()
         return finish(apply([call] * NUM_CALLS, [(x,) for x in xs]), *xs)
 
-    native = (
-        checkpointed if "recompute" in options else one_after_another
-    )  # to which `torch.func.grad` says no
+    # To a checkpoint `torch.func.grad` says no.
+    native = checkpointed if "recompute" in options else one_after_another
     mapped = functools.partial(parallel_apply, **options)
     assert_same_program(program, native_apply=native, mapped_apply=mapped, tolerance=ORDER)
 

@@ -149,9 +149,8 @@ def test_how_much_work_they_are() -> None:
     assert is_made_in_turn(sparse, place)
     behind = nn.Sequential(nn.Embedding(10, 64, sparse=True), nn.Linear(64, 64, bias=False))
     assert is_made_in_turn(behind, place.expand(most // 64**2))
-    assert not is_made_in_turn(
-        behind, place.expand(most // 64**2 + 1)
-    )  # each place is a row for the next layer
+    # Each place is a row for the next layer.
+    assert not is_made_in_turn(behind, place.expand(most // 64**2 + 1))
     attention, rows = nn.MultiheadAttention(D, 2, batch_first=True), torch.zeros(1, 1, D)
     num_tokens = int((most / (2 * D)) ** 0.5)
     assert is_made_in_turn(attention, *[rows.expand(1, num_tokens // 4, D)] * 3)

@@ -93,8 +93,7 @@ def test_an_optimizer_whose_step_wants_what_nobody_has_is_refused_when_the_exper
         TypeError, match=rf"expert-00000: expected .*, got {optimizer.__name__}, whose step wants {wants}\. C"
     ):
         OffloadedExperts([module], optimizer, max_resident_bytes=10_000)
-    experts = OffloadedExperts(
-        [module], lambda p: _Wrapped(sgd(p)), max_resident_bytes=10_000
-    )  # it was not taken over
+    # It was not taken over.
+    experts = OffloadedExperts([module], lambda p: _Wrapped(sgd(p)), max_resident_bytes=10_000)
     experts[0](torch.ones(2, 4)).sum().backward()
     experts.step()

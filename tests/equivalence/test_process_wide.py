@@ -31,9 +31,8 @@ from tests.support.comparing_modules import assert_same_without_error
 from tests.support.comparison import MapFunction, Raised, assert_same_program
 from tests.support.module_programs import finish, leaves, parameters, seeded
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script. is deprecated"
-)  # which torch.func.jvp uses
+# `torch.func.jvp` uses it.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 BACKENDS = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION] * 4
 NUM_CALLS = len(BACKENDS)
 

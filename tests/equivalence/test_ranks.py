@@ -75,9 +75,8 @@ def fully_sharded(model: Model, mesh: Any) -> nn.Module:
 
 def replicated_one_by_one(model: Model) -> nn.Module:
     for i, expert in enumerate(model.experts):
-        model.experts[i] = DistributedDataParallel(
-            expert
-        )  # which broadcasts its buckets in the second forward
+        # It broadcasts its buckets in the second forward.
+        model.experts[i] = DistributedDataParallel(expert)
     return model
 
 

@@ -303,9 +303,8 @@ def test_gradients_that_a_server_could_not_be_told_to_forget_are_never_applied()
     torch.manual_seed(0)
     module = nn.Linear(D_MODEL, D_MODEL, bias=False)
     initial = module.weight.detach().clone()
-    retry = RetryPolicy(
-        patience_s=60.0, max_retries=0, update_attempt_s=1.0
-    )  # shorter than pings take to notice
+    # Shorter than pings take to notice.
+    retry = RetryPolicy(patience_s=60.0, max_retries=0, update_attempt_s=1.0)
     with (
         ExpertsServer({"linear": module}, optimizer=lambda p: torch.optim.SGD(p, lr=1.0)) as server,
         Proxy(server.address) as proxy,

@@ -43,9 +43,8 @@ def test_a_server_without_a_descriptor_left_computes_and_tells_what_it_hosts(tmp
 def test_more_clients_than_a_system_allows_by_default_are_let_in() -> None:
     """They only connect: nobody asks them for a token for that."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (256, most)
-    )  # which a process that is started from here inherits
+    # A process that is started from here inherits it.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
     try:
         server = ServerProcess("--expert", "ffn", "--d-model", "4", is_warm=False).start()
     finally:

@@ -254,9 +254,8 @@ def assert_same_programs(seed: int, native: World, mapped: World, *what: Any) ->
 @pytest.mark.parametrize("modes", IN_MEMORY)
 def test_maps_that_save_memory_train_as_plain_loops(modes: str, first: int) -> None:
     kinds = [*EXPERTS, Nested]
-    if (
-        modes == "deferred"
-    ):  # the second runs change buffers in the order of the calls, and not of the backward
+    # The second runs change buffers in the order of the calls, and not of the backward.
+    if modes == "deferred":
         kinds.append(Counting)
     for seed in range(first, first + AT_ONCE):
         assert_same_programs(seed, World(), MappedWorld(), kinds, IN_MEMORY[modes], ANY_BACKWARD)

@@ -63,9 +63,8 @@ def test_a_state_that_a_module_refuses_leaves_all_as_it_was() -> None:
     with ExpertsServer(experts, optimizer=adam) as server, WireClient(server.address) as client:
         for name, text in [("expanded", 'named "scale"'), ("choosy", "got ValueError: too large. It has")]:
             before = client.get_state(name)
-            for _ in range(
-                2
-            ):  # it counts as nothing, so it is refused again and not answered from the ledger
+            # It counts as nothing, so it is refused again and not answered from the ledger.
+            for _ in range(2):
                 (update,) = client.set_state({name: moved(before[name])}, sequence=7).updates
                 assert update.status.message.startswith(
                     f"state of expert {name!r}: expected a module that takes"

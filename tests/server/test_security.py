@@ -291,9 +291,8 @@ def test_what_an_experts_own_errors_tell_of_its_tensors_is_told_to_the_client_al
         assert "1234.5" in client.forward("e", -secret).text
         client.forward("e", secret)
         told = client.backward("e", secret).text + client.step().updates[0].status.message
-        assert (
-            "1234.5" in told or "1523990" in told
-        )  # the gradient of the weight is the input times that of the output
+        # The gradient of the weight is the input times that of the output.
+        assert "1234.5" in told or "1523990" in told
         assert server.stop() == 0
     assert [line for line in server.log if "1234.5" in line or "8765.5" in line or "1523990" in line] == []
 

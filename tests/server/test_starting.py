@@ -44,9 +44,8 @@ def test_a_signal_ends_a_server_that_does_not_serve_yet(
         pytest.skip("needs namespaces of users and processes")
     expert = f"{__name__}:NeverBuilt"
     command = [*before, sys.executable, "-m", "experts_server", "serve", "--expert", expert]
-    handler = signal.signal(
-        signal.SIGHUP, signal.SIG_DFL
-    )  # whatever these tests were started with, as by nohup
+    # Whatever these tests were started with, as by nohup.
+    handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

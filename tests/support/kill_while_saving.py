@@ -30,9 +30,8 @@ from experts_server.hosting.kept import KeptForwards
 from experts_server.hosting.training import Training
 
 CLIENT = b"client"
-RECORD = struct.Struct(
-    "<cI"
-)  # b"u" update acknowledged, b"w" save begins, b"s" save acknowledged; up to which update
+# b"u" update acknowledged, b"w" save begins, b"s" save acknowledged; up to which update.
+RECORD = struct.Struct("<cI")
 
 
 class Counting(nn.Module):
@@ -78,9 +77,8 @@ def work(folder: Path, report: int, resume_from: int) -> None:
         number, loaded = resume_from, expert.num_updates
         while True:
             apply(expert, number, resume_from)
-            counted = max(
-                number, loaded
-            )  # a save can be on the disk although its acknowledgement was cut off
+            # A save can be on the disk although its acknowledgement was cut off.
+            counted = max(number, loaded)
             assert expert.num_updates == counted
             total = counted * (counted + 1) / 2
             assert expert.module.weight.item() == total, f"{expert.module.weight.item()} is not {total}"
@@ -120,9 +118,8 @@ def run_child(folder: Path, resume_from: int, alive_s: float) -> tuple[int, bool
 
 def main(folder: Path, num_kills: int) -> int:
     torch.set_num_threads(1)
-    apply(
-        make_expert(), 1, 0
-    )  # torch imports a second's worth of modules at the first step: once here, not in each child
+    # torch imports a second's worth of modules at the first step: once here, not in each child.
+    apply(make_expert(), 1, 0)
     chance = random.Random(0)
     saved = interrupted = 0
     for _ in range(num_kills):

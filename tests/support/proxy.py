@@ -60,9 +60,8 @@ class Proxy:
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._listener = socket.socket()
-        self._listener.setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER
-        )  # inherited by its connections
+        # Its connections inherit it.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
         self._listener.bind(("127.0.0.1", 0))
         self._listener.listen()
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"

@@ -105,9 +105,8 @@ def _forking() -> socket.socket:
     with its:
         program = f"from tests.support import warm; exec(warm.what_to_run({its.fileno()}))"
         command = [sys.executable, "-X", "faulthandler", "-c", program]
-        buffered = {
-            name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"
-        }  # as by default
+        # Buffered, as by default.
+        buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
         process = subprocess.Popen(
             command,
             cwd=ROOT,

@@ -255,9 +255,8 @@ def test_dropout_in_turn_is_that_on_threads(make: Callable[[], nn.Module]) -> No
     def draw(called: Any) -> list[Tensor]:
         torch.manual_seed(1)
         ys = parallel_apply(called, xs)
-        assert (type(ys[0].grad_fn).__name__ == "AddmmBackward0") == (
-            called is modules
-        )  # in the caller's graph
+        # That is in the caller's graph.
+        assert (type(ys[0].grad_fn).__name__ == "AddmmBackward0") == (called is modules)
         return [*ys, *torch.autograd.grad([y.sum() for y in ys], xs), torch.rand(2)]
 
     in_turn, on_threads = draw(modules), draw([module.__call__ for module in modules])

@@ -77,9 +77,8 @@ def test_kill_9_at_any_moment_loses_at_most_the_steps_since_the_last_checkpoint(
             assert running.stdout.readline().split() == ["ready", str(acknowledged)]
             for _ in range(choice.randint(1, 6)):
                 acknowledged = int(running.stdout.readline())
-            for _ in range(
-                choice.randint(0, 200_000)
-            ):  # some microseconds to milliseconds into what comes next
+            # Some microseconds to milliseconds into what comes next.
+            for _ in range(choice.randint(0, 200_000)):
                 pass
             running.send_signal(signal.SIGKILL)
             rest = [int(line) for line in running.stdout.read().split()]

@@ -82,9 +82,8 @@ class KeptViews:
 def _held_by(holder: object) -> list[Any]:
     if type(holder) is types.FunctionType:  # without the names of its file
         return gc.get_referents(holder.__closure__, holder.__defaults__, holder.__kwdefaults__)
-    if isinstance(
-        holder, dict
-    ):  # since 3.13 the garbage collector finds the values of `vars(object)` by the object
+    # Since 3.13 the garbage collector finds the values of `vars(object)` by the object.
+    if isinstance(holder, dict):
         return [*dict.keys(holder), *dict.values(holder)]
     return gc.get_referents(holder)
 

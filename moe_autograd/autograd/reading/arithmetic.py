@@ -80,9 +80,9 @@ class Reading(Named):
             if name in own:
                 if type(own[name]) not in PLAIN:
                     return False
-            elif (
-                name not in parameters and type(buffers.get(name)) is not Tensor and name not in self.of_class
-            ):  # `in_turn` sees to parameters
+            elif name in parameters or name in self.of_class:
+                continue  # `in_turn` sees to parameters
+            elif type(buffers.get(name)) is not Tensor:
                 return False
         for name in self.looped | self.listed if self.listed else self.looped:
             if name in own or type(parts.get(name)) not in LISTS:

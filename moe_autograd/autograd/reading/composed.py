@@ -42,9 +42,8 @@ _PARTS: Mapping[str, type] = {  # of a layer of a transformer
     **dict.fromkeys(["norm1", "norm2", "norm3"], nn.LayerNorm),
     **dict.fromkeys(["dropout", "dropout1", "dropout2", "dropout3"], nn.Dropout),
 }
-_PROJECTIONS = frozenset(
-    ["in_proj_bias", *(f"{name}_proj_weight" for name in ("in", "q", "k", "v"))]
-)  # of attention, without what stands for one more token
+# Of attention, without what stands for one more token.
+_PROJECTIONS = frozenset(["in_proj_bias", *(f"{name}_proj_weight" for name in ("in", "q", "k", "v"))])
 
 # Where a loop has several intra-op threads, their many small operators keep other cores less busy than as many
 # multiply-adds of a linear layer: on two idle cores layers of a transformer of 2^25 took as long in turn as on threads,
