@@ -126,6 +126,27 @@ def test_updates_in_backwards_are_made_once_each_also_while_the_system_has_no_th
     assert_same_weights(experts, plain)
 
 
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+def test_a_hook_of_a_step_that_wants_more_than_there_is_room_for_is_told(update: Any) -> None:
+    """In a backward it was waited for without end, and Ctrl-C was not heard."""
+    experts, _ = both(lambda: nn.Linear(8, 8), 3, update=update, max_resident_bytes=1300)
+    told: list[str] = []
+
+    def call_another(*_: object) -> None:
+        with pytest.raises(RuntimeError, match="held by calls that all wait for more") as raised:
+            experts[2](torch.ones(1, 8))
+        told.append(str(raised.value))
+
+    def update_the_first() -> None:
+        experts[0](torch.ones(1, 8)).sum().backward()
+        experts.step()
+
+    update_the_first()  # without state yet, there is room
+    experts.optimizers[0].register_step_pre_hook(call_another)
+    update_the_first()
+    assert len(told) == 1
+
+
 class Refusing(torch.optim.Adam):
     """Updates, and raises after its second step."""
 

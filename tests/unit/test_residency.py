@@ -367,6 +367,26 @@ def test_all_wait_when_whoever_holds_something_waits_as_often_as_it_holds() -> N
     assert not holders.all_wait(7)
 
 
+def test_a_thread_waits_with_the_one_that_stands_for_it() -> None:
+    holders = Holders()
+    holders.begin()
+    waits, may_end = threading.Event(), threading.Event()
+
+    def wait(of: int) -> None:
+        with holders.standing_for(of), holders.waiting(7):
+            waits.set()
+            assert may_end.wait(60)
+
+    other = threading.Thread(target=wait, args=(threading.get_ident(),))
+    other.start()
+    assert waits.wait(60)
+    assert holders.all_wait(7)
+    assert not holders.all_wait(8), "it looks again"
+    may_end.set()
+    other.join()
+    assert not holders.all_wait(7)
+
+
 def test_a_wait_within_another_ends_alone() -> None:
     holders = Holders()
     holders.begin()

@@ -68,5 +68,8 @@ class Holders:
         """Whether there are threads that hold something, and each of them waits: none will let go.
 
         Who has been told of news since is about to look again, and may go on. The last to wait again sees all others.
+        A thread waits with the one that stands for it.
         """
-        return bool(self._num_holds) and all(self._waiting.get(one) == num_news for one in self._num_holds)
+        waiting = {one for one, known in self._waiting.items() if known == num_news}
+        waiting |= {self._stands_for[one] for one in waiting & self._stands_for.keys()}
+        return bool(self._num_holds) and self._num_holds.keys() <= waiting
