@@ -46,7 +46,7 @@ class OffloadMemory:
         self._lock: FolderLock | None = None
         kept: Store = RamStore()
         if store != "ram":  # what is written there is the experts: another server's must not come over it
-            folder = Path(store)
+            folder = Path(store).absolute()
             self._lock = take_folder("offload.store", folder, f"{STORE}.lock", ConfigError)
             kept = FolderStore(folder / STORE, self._lock)
         self.residency = Residency(max_resident_bytes, kept, torch.device("cpu"))

@@ -19,6 +19,7 @@ from moe_autograd.autograd.offload.flat import Layout, tensors_in
 from moe_autograd.autograd.offload.stores import FolderStore, RamStore, opened
 from moe_autograd.errors import CheckpointError
 from tests.support.offloading import OPTIMIZERS, ffn
+from tests.support.scarce import no_thread_to_give
 from tests.support.subprocesses import assert_prints
 
 MIXED = {
@@ -317,3 +318,28 @@ def test_experts_with_narrow_buffers_are_put_out_and_come_back(dtype: torch.dtyp
         state = experts.state_dict(index)
         assert state["scales"].dtype is dtype
         assert state["scales"].view(torch.uint8).tolist() == [0, 1, 2, 3]
+
+
+def test_a_folder_is_free_again_where_no_thread_was_to_be_had(tmp_path: Path) -> None:
+    """The traceback kept it locked."""
+    with no_thread_to_give(), pytest.raises(RuntimeError, match="can't start new thread") as kept:
+        OffloadedExperts([nn.Linear(2, 2)], OPTIMIZERS["sgd"], max_resident_bytes=1000, store=tmp_path)
+    OffloadedExperts([nn.Linear(2, 2)], OPTIMIZERS["sgd"], max_resident_bytes=1000, store=tmp_path).close()
+    assert kept.tb is not None
+
+
+def test_a_folder_stays_where_it_is_though_the_process_goes_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    modules = [nn.Linear(4, 4) for _ in range(3)]
+    with OffloadedExperts(modules, OPTIMIZERS["sgd"], max_resident_bytes=250, store="experts") as experts:
+        before = experts.state_dict(0)
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir("other")
+        for expert in experts:
+            expert(torch.ones(1, 4)).sum().backward()
+        assert experts.checkpoint("here") == tmp_path / "experts/checkpoint-00000000"
+        experts.step()
+        assert experts.restore() == "here"
+        torch.testing.assert_close(experts.state_dict(0), before, rtol=0, atol=0)

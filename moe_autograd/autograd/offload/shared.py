@@ -41,13 +41,17 @@ class SharedResidency:
 
     def __init__(self, limit_bytes: int, store: str | Path | Store, device: torch.device) -> None:
         self.held: list[HeldExpert] = []  # of all layers
-        self._folder = Path(store) if isinstance(store, str | Path) and store != "ram" else None
+        self._folder = Path(store).absolute() if isinstance(store, str | Path) and store != "ram" else None
         if self._folder is not None:
             path = self._folder / "resident-store"
             store = FolderStore(path, _locked(path))
         elif isinstance(store, str | Path):
             store = RamStore()
-        self.residency = Residency(limit_bytes, store, device)
+        try:
+            self.residency = Residency(limit_bytes, store, device)
+        except BaseException:  # whose traceback would keep the folder locked
+            _unlock(store)
+            raise
         # Of who saves or restores. Reentrant, as its own thread is not to wait, but to be told.
         self._one_at_a_time, self._is_in_use = threading.RLock(), False
 
@@ -60,8 +64,7 @@ class SharedResidency:
     def close(self) -> None:
         """End the threads, and let others use the folder."""
         self.residency.close()
-        if isinstance(self.residency.store, FolderStore) and self.residency.store.lock is not None:
-            self.residency.store.lock.release()
+        _unlock(self.residency.store)
 
     def give_up(self, taken: Sequence[HeldExpert]) -> None:
         """Forget experts of a layer that was refused after all; the last ones that came."""
@@ -163,6 +166,12 @@ class SharedResidency:
                 "Pass store=FOLDER to save checkpoints."
             )
         return self._folder, self.residency.store
+
+
+def _unlock(store: Store) -> None:
+    """Let others use the folder of a store; nothing where it has none."""
+    if isinstance(store, FolderStore) and store.lock is not None:
+        store.lock.release()
 
 
 def _locked(folder: Path) -> FolderLock:
