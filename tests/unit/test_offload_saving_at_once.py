@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +19,7 @@ from moe_autograd.autograd.offload import OffloadedExperts, checkpoints, shared
 from tests.support.offload_checkpoints import adam, build
 
 PATIENCE_S = 60
+WITHIN_A_STEP = r"expected checkpoint\(\) between updates, got one within its optimizer's step"
 REFUSED = r"expected checkpoint\(\) and restore\(\) one after the other, got one in the midst of another"
 
 
@@ -74,10 +77,13 @@ def _in_a_forward(experts: OffloadedExperts, what: Callable[[], object]) -> None
 
 
 @pytest.mark.parametrize("update", ["on_step", "on_backward"])
-@pytest.mark.parametrize("register", [_in_a_step, _in_a_backward, _in_a_forward])
-def test_restore_within_a_call_or_an_update_is_refused_and_checkpoint_saves(
+@pytest.mark.parametrize(
+    ("register", "saves"), [(_in_a_step, False), (_in_a_backward, True), (_in_a_forward, True)]
+)
+def test_restore_within_a_call_or_an_update_is_refused_and_checkpoint_in_an_update_alone(
     tmp_path: Path,
     register: Callable[[OffloadedExperts, Callable[[], object]], None],
+    saves: bool,
     update: Literal["on_step", "on_backward"],
 ) -> None:
     """It waited for ever for who waited for it, or raised an `AssertionError` once all had been restored."""
@@ -85,10 +91,11 @@ def test_restore_within_a_call_or_an_update_is_refused_and_checkpoint_saves(
     with OffloadedExperts(
         [nn.Linear(8, 8)], adam, max_resident_bytes=10_000, store=tmp_path, update=update
     ) as experts:
-        experts.checkpoint()
+        experts.checkpoint("before")
 
         def save_and_restore() -> None:
-            experts.checkpoint("within")
+            with nullcontext() if saves else pytest.raises(RuntimeError, match=WITHIN_A_STEP):
+                experts.checkpoint("within")
             with pytest.raises(
                 RuntimeError, match=r"expected restore\(\) between calls, got one within"
             ) as raised:
@@ -100,7 +107,41 @@ def test_restore_within_a_call_or_an_update_is_refused_and_checkpoint_saves(
         if update == "on_step":
             experts.step()
         assert told
-        assert experts.restore() == "within"
+        assert experts.restore() == ("within" if saves else "before")
+
+
+@pytest.mark.parametrize("limit", [1500, 100_000])
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+def test_a_checkpoint_after_a_step_is_refused_in_its_hook_and_training_goes_on_as_without(
+    tmp_path: Path, limit: int, update: Literal["on_step", "on_backward"]
+) -> None:
+    """It had new weights and the optimizer's state of before; in a first step, that state was lost for good."""
+    want = [nn.Linear(8, 8) for _ in range(2)]
+    modules, optimizers = copy.deepcopy(want), [adam(module.parameters()) for module in want]
+    told: list[str] = []
+    with OffloadedExperts(modules, adam, max_resident_bytes=limit, store=tmp_path, update=update) as experts:
+
+        def save(*_: object) -> None:
+            with pytest.raises(RuntimeError, match=WITHIN_A_STEP) as raised:
+                experts.checkpoint()
+            told.append(str(raised.value).partition(":")[0])
+
+        for optimizer in experts.optimizers:
+            optimizer.register_step_post_hook(save)
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            for model in (experts, want):
+                sum(module(x) for module in model).square().sum().backward()
+            experts.step()
+            experts.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert sorted(told) == ["expert-00000"] * 3 + ["expert-00001"] * 3
+        for index, module in enumerate(want):
+            torch.testing.assert_close(experts.state_dict(index), {**module.state_dict()}, rtol=0, atol=0)
+        experts.checkpoint("after")
+        assert experts.restore() == "after"
 
 
 def test_a_step_that_saves_while_another_thread_restores_is_told(

@@ -21,7 +21,7 @@ from moe_autograd.autograd.hooks import at_end_of_backward
 from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.offload.checks import check_gathered, check_optimizer, check_trained
 from moe_autograd.autograd.offload.extra_state import ExtraState
-from moe_autograd.autograd.offload.flat import Layout, is_same, kind_of, tensors_in
+from moe_autograd.autograd.offload.flat import Layout, tensors_in
 from moe_autograd.autograd.offload.held_module import HeldModule
 from moe_autograd.autograd.offload.held_optimizer import HeldOptimizer
 from moe_autograd.autograd.offload.owners import note_owner
@@ -61,6 +61,7 @@ class HeldExpert(HeldModule):
         self.num_updates = 0
         # by all that was gathered, as far as its optimizer came, in a `step` that is not over
         self.is_updated = False
+        self._is_updating = False  # just now
         self._at_end: Callable[[], Callable[[], None] | None] = lambda: None  # of the backward that gathers
         self._lock = threading.Lock()
         lay = {tensor_name: tensor.detach() for tensor_name, tensor in self.tensors.items()}
@@ -211,6 +212,15 @@ class HeldExpert(HeldModule):
         except Exception as error:
             at_end_of_backward(functools.partial(_raise, error))
 
+    def check_settled(self) -> None:
+        """Raise `RuntimeError` also in the midst of an update: parts have nothing yet of what its optimizer makes."""
+        super().check_settled()
+        if self._is_updating:
+            raise RuntimeError(
+                f"{self.name}: expected checkpoint() between updates, got one within its optimizer's step. "
+                "Set a flag there, and save after the step."
+            )
+
     def parts_to_update(self) -> list[Part]:
         """Return what `step` needs at once."""
         return [self.weights, self.gradients, *([self.state] if self.state else [])]
@@ -230,6 +240,7 @@ class HeldExpert(HeldModule):
         views = self.gradients.views()
         with uninterrupted() as section:  # else what an optimizer has made could be lost, and nobody be told
             self.is_updated = True  # also if it raises: nobody knows how far it came
+            self._is_updating = True
             try:
                 with section.opened():
                     self._optimizer.step({name: views[name] for name in self.with_gradient})
@@ -241,6 +252,7 @@ class HeldExpert(HeldModule):
                 )
                 raise
             finally:
+                self._is_updating = False
                 self.residency.changed(self.weights)
                 self.num_updates += 1
                 self._keep_update()
@@ -250,34 +262,6 @@ class HeldExpert(HeldModule):
         assert self._optimizer is not None
         self._keep_other_memory()
         self._optimizer.keep()
-
-    def _keep_other_memory(self) -> None:
-        """Take weights that were given other memory (`weight.data = ...`), or other strides, into their part.
-
-        Raises:
-            RuntimeError: one has another shape or dtype; it is as it was before.
-        """
-        assert self.weights.buffer is not None
-        views = self.weights.views()
-        replaced = {name: t.detach() for name, t in self.tensors.items() if not is_same(t, views[name])}
-        if not replaced:
-            return
-        fits = [name for name, value in replaced.items() if kind_of(value) == kind_of(views[name])]
-        # All first: two may have changed places.
-        values = {
-            name: replaced[name].clone() if self.is_borrowed(replaced[name]) else replaced[name]
-            for name in fits
-        }
-        for name, value in values.items():
-            views[name].copy_(value)
-        self.attach(self.weights.buffer)
-        self.residency.changed(self.weights)
-        for name in [name for name in replaced if name not in values]:
-            (shape, dtype), (new_shape, new_dtype) = kind_of(views[name]), kind_of(replaced[name])
-            raise RuntimeError(
-                f"{self.name}: expected {name} to stay of shape {shape} and {dtype}, got {new_shape} and {new_dtype}. "
-                "Build OffloadedExperts of modules whose weights have the shapes and dtypes that they are to have."
-            )
 
     def _put_away(self) -> None:
         """Let what an update alone needs leave before the rest."""

@@ -21,11 +21,16 @@ from moe_autograd._contexts import contextmanager
 from moe_autograd._interrupts import uninterrupted, unwindable
 from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.offload.checks import check_not_cached, check_values
-from moe_autograd.autograd.offload.flat import Field, Layout, kind_of, lies_in
+from moe_autograd.autograd.offload.flat import Field, Layout, is_same, kind_of, lies_in
 from moe_autograd.autograd.offload.kept_views import KeptViews, is_run_of_bytes
 from moe_autograd.autograd.offload.owners import check_own, note_successor
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
+
+# Its operator changes buffers and leaves their versions as they are. Torch means to part with it.
+_FUSED_OBSERVER: type[nn.Module] | tuple[()] = getattr(
+    torch.ao.quantization, "FusedMovingAvgObsFakeQuantize", ()
+)
 
 
 class HeldModule:
@@ -56,6 +61,7 @@ class HeldModule:
         self._kept_views = KeptViews(module, self.tensors)
         # what calls have put into the cache of `parametrize.cached()`, by its keys there, if it has a graph
         self._in_cache: dict[object, weakref.ref[Tensor]] = {}
+        self._changes_unseen = any(isinstance(part, _FUSED_OBSERVER) for part in module.modules())
         self._keeping_changes = threading.Lock()  # guards the next two
         self._num_inside = 0  # of `noticing_changes`: calls and backwards
         self._is_changed = False  # by those who have left since nobody was inside
@@ -140,7 +146,7 @@ class HeldModule:
             if self._num_inside:
                 # the last may put others in the place of what was used, on a stream of its own
                 self.residency.finish_kernels()
-            has_changed = self._versions() != before
+            has_changed = self._changes_unseen or self._versions() != before
             self._is_changed = self._is_changed or has_changed
             if not self._is_changed:
                 return
@@ -179,27 +185,59 @@ class HeldModule:
         return [_version_of(tensor) for tensor in self.tensors.values()]
 
     def _keep_changes(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy what the module put in the place of a tensor into the part, and say that the part changed.
+        """Copy what the module put in the place of a tensor, or gave other memory, into the part, which changed.
 
         A graph may have what was put there, and what was there before: the one stays as it is, the other is copied.
         So may the module: its views of the one follow it into the part, those of the other leave.
         """
-        replaced = {n: t for n, t in tensors.items() if t is not self.tensors[n]}
-        values = {name: tensor.detach().clone() for name, tensor in replaced.items()}
-        for saved in [saved for name in replaced for saved in self.saved_by_place[name]]:
-            saved.keep()
         assert self.weights.buffer is not None
         views = self.weights.layout.fixed_views(self.weights.buffer)
+        moved = [n for n, t in tensors.items() if t is self.tensors[n] and not is_same(t, views[n])]
+        replaced = {n: t for n, t in tensors.items() if t is not self.tensors[n]}
+        values = {name: tensors[name].detach().clone() for name in (*moved, *replaced)}
+        for saved in [saved for name in replaced for saved in self.saved_by_place[name]]:
+            saved.keep()
         moves = list[tuple[Tensor, Tensor]]()
         for name, tensor in replaced.items():
             if name not in self.parameters:
                 moves += self._succeed(name, tensor, views[name])
-            views[name].copy_(values[name])
+        for name, value in values.items():
+            views[name].copy_(value)
+        for name in moved:
+            self.tensors[name].data = views[name]
         # of parts that share one, all have the new one
         for name, own_name in self._all_names(replaced).items():
             self._put(name, self.tensors[own_name])
         self._kept_views.move(moves)
         self.residency.changed(self.weights)
+
+    def _keep_other_memory(self) -> None:
+        """Take weights that were given other memory (`weight.data = ...`), or other strides, into their part.
+
+        Raises:
+            RuntimeError: one has another shape or dtype; it is as it was before.
+        """
+        assert self.weights.buffer is not None
+        views = self.weights.views()
+        replaced = {name: t.detach() for name, t in self.tensors.items() if not is_same(t, views[name])}
+        if not replaced:
+            return
+        fits = [name for name, value in replaced.items() if kind_of(value) == kind_of(views[name])]
+        # All first: two may have changed places.
+        values = {
+            name: replaced[name].clone() if self.is_borrowed(replaced[name]) else replaced[name]
+            for name in fits
+        }
+        for name, value in values.items():
+            views[name].copy_(value)
+        self.attach(self.weights.buffer)
+        self.residency.changed(self.weights)
+        for name in [name for name in replaced if name not in values]:
+            (shape, dtype), (new_shape, new_dtype) = kind_of(views[name]), kind_of(replaced[name])
+            raise RuntimeError(
+                f"{self.name}: expected {name} to stay of shape {shape} and {dtype}, got {new_shape} and {new_dtype}. "
+                "Build OffloadedExperts of modules whose weights have the shapes and dtypes that they are to have."
+            )
 
     def _succeed(self, name: str, tensor: Tensor, view: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Let what was put in the place of a buffer come and go, and the buffer before it have memory of its own.
