@@ -347,13 +347,19 @@ class ExpertServer:
 def _check_shared(experts: Mapping[str, Hosting]) -> None:
     """Refuse weights that are trained under one name and used under another: calls of both run side by side."""
     users: dict[nn.Parameter, str] = {}
+    trained = {
+        parameter
+        for hosting in experts.values()
+        if hosting.training is not None
+        for parameter in hosting.training.weights_of(hosting.module)
+    }
     for name, hosting in experts.items():
         for key, parameter in hosting.module.named_parameters():
             other = users.setdefault(parameter, name)
-            if other != name and (hosting.training or experts[other].training):
+            if other != name and parameter in trained:
                 raise ConfigError(
                     f"expert {name!r}: expected weights that no other expert uses, got {key!r}, which expert {other!r} "
-                    "uses as well. Host one module that has both, or train neither."
+                    "uses as well. Host one module that has both, or train neither: freeze what they share."
                 )
 
 

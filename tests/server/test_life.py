@@ -162,6 +162,23 @@ def test_weights_that_two_experts_use_are_refused_if_one_of_them_trains_them() -
         assert len(client.info().experts) == 2
 
 
+def test_frozen_weights_that_two_experts_use_are_refused_if_the_optimizer_of_one_has_them() -> None:
+    """As they may thaw."""
+    shared = nn.Linear(D, D).requires_grad_(False)
+    experts = {"a": nn.Sequential(shared, nn.Linear(D, D)), "b": nn.Sequential(shared, nn.Linear(D, D))}
+    with ExpertsServer(experts, optimizer=sgd) as server, WireClient(server.address) as client:
+        assert all(expert.is_trained for expert in client.info().experts)
+
+    def of_the_shared_as_well(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return sgd([*parameters, *shared.parameters()])
+
+    with (
+        pytest.raises(ConfigError, match=r"expert 'b': .* freeze what they share"),
+        ExpertsServer(experts, optimizer=of_the_shared_as_well),
+    ):
+        pass
+
+
 def test_a_server_is_started_once_at_a_time_and_may_be_started_again() -> None:
     server = ExpertsServer({"e": nn.Linear(D, D)})
     with pytest.raises(RuntimeError, match="expected a started server"):
