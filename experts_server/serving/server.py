@@ -73,7 +73,8 @@ class ExpertServer:
         opened: a context to run users' code in, for whoever holds Ctrl-C back meanwhile (`_interrupts`).
 
     Raises:
-        ConfigError: two experts share a weight that one of them trains; from `start`, if the address cannot be used.
+        ConfigError: two experts share a weight that one of them trains, or its module; from `start`, if the address
+            cannot be used.
     """
 
     def __init__(
@@ -345,21 +346,35 @@ class ExpertServer:
 
 
 def _check_shared(experts: Mapping[str, Hosting]) -> None:
-    """Refuse weights that are trained under one name and used under another: calls of both run side by side."""
-    users: dict[nn.Parameter, str] = {}
+    """Refuse weights that are trained under one name and used under another: calls of both run side by side.
+
+    And modules of such experts: one's calls, also with frozen weights, would be noted as the other's.
+    """
     trained = {
-        parameter
+        weight
         for hosting in experts.values()
         if hosting.training is not None
-        for parameter in hosting.training.weights_of(hosting.module)
+        for weight in hosting.training.weights_of(hosting.module)
     }
+    users: dict[nn.Parameter, str] = {}
+    users_of_parts: dict[int, str] = {}  # by the `id` of a module
     for name, hosting in experts.items():
-        for key, parameter in hosting.module.named_parameters():
-            other = users.setdefault(parameter, name)
-            if other != name and parameter in trained:
+        for key, weight in hosting.module.named_parameters():
+            other = users.setdefault(weight, name)
+            if other != name and weight in trained:
                 raise ConfigError(
                     f"expert {name!r}: expected weights that no other expert uses, got {key!r}, which expert {other!r} "
-                    "uses as well. Host one module that has both, or train neither: freeze what they share."
+                    "uses as well. Host one module that has both, or train neither."
+                )
+        for key, part in hosting.module.named_modules():
+            if not list(part.parameters(recurse=False)):  # such as an activation
+                continue
+            other = users_of_parts.setdefault(id(part), name)
+            if other != name and (hosting.training or experts[other].training):
+                raise ConfigError(
+                    f"expert {name!r}: expected modules that no other expert uses, got {key!r}, which expert {other!r} "
+                    "uses as well. Give each a copy, which may have the same frozen weights: "
+                    "copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})."
                 )
 
 

@@ -86,11 +86,11 @@ def test_losses_and_weights_are_those_of_local_training(name, num_servers):
 
 
 class Adapted(nn.Module):
-    """A frozen layer that others have as well, and what is trained beside it."""
+    """A layer of frozen weights that others have as well, and what is trained beside it."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
-        self.base = base
+        self.base = copy.deepcopy(base, {id(weight): weight for weight in base.parameters()})
         self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
 
     def forward(self, x):
@@ -112,7 +112,7 @@ def test_adapters_of_one_frozen_base_are_trained_as_here(tmp_path):
         losses = train(model, [make_optimizer(model.parameters()), RemoteOptimizer(experts)])
     assert losses == pytest.approx(expected, rel=1e-4)
     for expert, module in hosted.items():
-        assert module.base is hosted["adapter.0"].base
+        assert module.base.weight is hosted["adapter.0"].base.weight
         torch.testing.assert_close(module.state_dict(), local[expert].state_dict(), rtol=1e-4, atol=1e-5)
 
 

@@ -162,18 +162,26 @@ def test_weights_that_two_experts_use_are_refused_if_one_of_them_trains_them() -
         assert len(client.info().experts) == 2
 
 
-def test_frozen_weights_that_two_experts_use_are_refused_if_the_optimizer_of_one_has_them() -> None:
-    """As they may thaw."""
+def test_frozen_weights_may_be_shared_and_modules_may_not() -> None:
     shared = nn.Linear(D, D).requires_grad_(False)
-    experts = {"a": nn.Sequential(shared, nn.Linear(D, D)), "b": nn.Sequential(shared, nn.Linear(D, D))}
+    experts = {name: nn.Sequential(shared, nn.Linear(D, D)) for name in "ab"}
+    message = (
+        r"expert 'b': expected modules that no other expert uses, got '0', which expert 'a' uses as well"
+    )
+    with pytest.raises(ConfigError, match=message), ExpertsServer(experts, optimizer=sgd):
+        pass
+    with ExpertsServer(experts):
+        pass
+    experts["b"][0] = copy.deepcopy(shared, {id(weight): weight for weight in shared.parameters()})
     with ExpertsServer(experts, optimizer=sgd) as server, WireClient(server.address) as client:
         assert all(expert.is_trained for expert in client.info().experts)
 
+    # as they may thaw
     def of_the_shared_as_well(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return sgd([*parameters, *shared.parameters()])
 
     with (
-        pytest.raises(ConfigError, match=r"expert 'b': .* freeze what they share"),
+        pytest.raises(ConfigError, match=r"expert 'b': expected weights that no other expert uses"),
         ExpertsServer(experts, optimizer=of_the_shared_as_well),
     ):
         pass
