@@ -34,7 +34,7 @@ from experts_server.queues.stats import ExpertStats
 from experts_server.queues.turn_lengths import TurnLength
 from experts_server.queues.waiting import WaitingCalls, is_in_vain
 from moe_autograd._ambient import contained
-from moe_autograd.errors import DeadlineExceededError
+from moe_autograd.errors import DeadlineExceededError, ServerUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +113,7 @@ class ExpertQueue:
         self._lock = threading.Lock()
         self._waiting = WaitingCalls(hosted.join_key, limits.max_batch_tokens)
         self._is_scheduled = False
+        self._is_closed = False
         self._has_timer = False
 
     def __repr__(self) -> str:
@@ -185,12 +186,14 @@ class ExpertQueue:
             self._end_turn()
 
     def _end_turn(self) -> None:
-        """Come again if there is more."""
+        """Come again if there is more, unless the server stops."""
         self.computing_since = None
         with self._lock:
-            self._is_scheduled = comes_again = self._waiting.num_calls > 0 or self.hosted.has_left
-        if comes_again:
-            self._pool.put([self])
+            has_more = self._waiting.num_calls > 0 or self.hosted.has_left
+            self._is_scheduled = has_more and not self._is_closed
+            if self._is_scheduled:
+                # with the lock: between it and this line the queue could be closed, and then the pool
+                self._pool.put([self])
 
     def let_go_of_late(self) -> None:
         """Answer all calls that nobody waits for any more: behind an expert that hangs their turn never comes."""
@@ -199,6 +202,24 @@ class ExpertQueue:
             self.stats.num_late += len(late)
         for call in late:
             self._refuse_late(call)
+
+    def close(self) -> None:
+        """Begin nothing any more, and answer all calls that wait: an expert that hangs may return to a closed pool.
+
+        What its backward leaves then is let go of: gradients that nobody can step with any more.
+        """
+        with self._lock:
+            self._is_closed = True
+            waiting = self._waiting.take_all()
+        for call in waiting:
+            self._limits.give_back([call])
+            call.reply(
+                call,
+                ServerUnavailableError(
+                    f"expert {self.hosted.name!r}: expected to begin before the server stops, got a stop first. "
+                    "Nothing was done; call another one."
+                ),
+            )
 
     # ---- waiting
 

@@ -77,6 +77,11 @@ class Registry(Mapping[str, ExpertQueue]):
         if small:
             self._compute_at_once(small)
 
+    def close(self) -> None:
+        """Let no expert begin another call; to be called when all RPCs have ended, and before the pool is closed."""
+        for queue in self._queues.values():
+            queue.close()
+
     def note_refused(self, name: str) -> None:
         """Count a call that never comes into a queue."""
         if name in self._queues:

@@ -97,6 +97,13 @@ class WaitingCalls:
         self._epochs = deque([epoch for epoch in self._epochs if epoch] or [OrderedDict()])
         return late
 
+    def take_all(self) -> list[Call]:
+        """Take all calls, in no order."""
+        calls = [call for epoch in self._epochs for queue in epoch.values() for call in queue]
+        self._epochs = deque([OrderedDict()])
+        self.num_calls = self.num_tokens = 0
+        return calls
+
     def _join(self, epoch: _Epoch, taken: Taken, key: object) -> None:
         """Add to the batch what has the same key and fits, one call of each client a round."""
         room = self._max_batch_tokens - taken.batch[0].num_tokens

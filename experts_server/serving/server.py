@@ -162,6 +162,7 @@ class ExpertServer:
 
     def close(self) -> None:
         """Let go of what a server has; it serves no more, or never did."""
+        self.registry.close()
         self.pool.close(0)
         if self.metrics is not None:
             self.metrics.close()
@@ -242,6 +243,7 @@ class ExpertServer:
             self.service.give_up()
             try:
                 await self._end_serving(None)
+                self.registry.close()
                 if not await self.saver.in_thread(self.pool.close, 1.0):
                     logger.warning("stopped while an expert still hangs: %s", self.pool)
             finally:

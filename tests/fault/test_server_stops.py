@@ -17,7 +17,8 @@ import experts_server.checkpoints.saving as saving_module
 import experts_server.serving.server as server_module
 from experts_server import ExpertsServer
 from experts_server.checkpoints.checkpoint import CheckpointFolder
-from experts_server.configuration.config import ServingConfig
+from experts_server.configuration.config import MemoryConfig, ServingConfig
+from experts_server.hosting.calls import InspectCall
 from tests.support.gated import D, Gated
 from tests.support.held import Held
 from tests.support.hosting import sgd
@@ -152,6 +153,50 @@ def test_an_expert_that_comes_to_rest_before_the_drain_is_over_is_saved_as_it_is
         slow.may_go.set()
         stopping.join(START_S)
     assert saved_updates(tmp_path) == {"slow": 1}
+
+
+def test_no_call_begins_when_an_expert_that_hung_returns_after_the_stop(
+    tmp_path: Path, hanging: Gated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its queue came again to a pool that was closed: "a turn raised", and who waited had no answer."""
+    monkeypatch.setattr(saving_module, "HANGING_TIMEOUT_S", 0.1)
+    server = serve(tmp_path, hanging, drain_timeout_s=0.05)
+    assert server._server is not None
+    queue, pool = server._server.registry["hanging"], server._server.pool
+    answered, looked = threading.Event(), threading.Event()
+    look = InspectCall(b"", lambda call, result: answered.set(), lambda hosted: looked.set())
+    with WireClient(server.address) as client:
+        caller = until_cut_off(lambda: client.forward("hanging", tokens(1, D)))
+        assert hanging.started.acquire(timeout=START_S)
+        queue.add(look)
+        server.stop()
+        caller.join(START_S)
+    assert answered.is_set()
+    assert len(queue) == 0
+    hanging.let_go()
+    wait_until(lambda: not pool.has_threads)
+    assert not looked.is_set()
+    assert hanging.rows == [1]
+    assert "a turn raised" not in caplog.text
+
+
+def test_gradients_that_are_left_when_an_expert_returns_after_the_stop_are_let_go(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    slow = Held("backward", D)
+    config = ServingConfig(drain_timeout_s=0.05, memory=MemoryConfig(split_backward=True))
+    server = ExpertsServer({"slow": slow}, optimizer=sgd, config=config).start()
+    assert server._server is not None
+    pool = server._server.pool
+    with WireClient(server.address) as client:
+        client.forward("slow", tokens(2, D))
+        caller = until_cut_off(lambda: client.backward("slow", torch.ones(2, D)))
+        assert slow.begun.wait(START_S)
+        server.stop()
+        caller.join(START_S)
+    slow.may_go.set()
+    wait_until(lambda: not pool.has_threads)
+    assert "a turn raised" not in caplog.text
 
 
 def test_a_stop_when_a_save_is_due_is_no_failure(
