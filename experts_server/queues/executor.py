@@ -73,6 +73,7 @@ class _Worker(threading.Thread):
         super().__init__(name=f"expert-worker-{index}", daemon=True)
         self.pool = pool
         self.lane: str | None = None
+        self.turn: Turn | None = None
         self.since = 0.0  # when the turn began
         self.is_waiting = False
         self.team_size = 0
@@ -84,6 +85,13 @@ class _Worker(threading.Thread):
     def run(self) -> None:
         self.cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
         self.pool._work(self)
+
+
+def turns_of_closed_pools() -> list[Turn]:
+    """Return the turns that are still under way in pools of this process that were closed: they hang, or take long."""
+    workers = [thread for thread in threading.enumerate() if isinstance(thread, _Worker)]
+    turns = [worker.turn for worker in workers if worker.pool.is_closed]
+    return [turn for turn in turns if turn is not None]
 
 
 class WorkerPool:
@@ -148,6 +156,11 @@ class WorkerPool:
         return not any(thread.is_alive() for thread in workers)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
+
+    @property
     def has_threads(self) -> bool:
         """Whether any worker is alive; after `close`, one whose turn hangs."""
         with self._lock:
@@ -199,6 +212,7 @@ class WorkerPool:
         with self._lock:
             self._num_woken -= 1
             while (turn := self._next_turn(worker)) is not None:
+                worker.turn = turn
                 team_size = self._team_size(worker)
                 self._lock.release()
                 try:
@@ -207,7 +221,7 @@ class WorkerPool:
                         worker.team_size = team_size
                     take(turn.run)
                 finally:
-                    turn = None  # an idle worker holds no tensor
+                    turn = worker.turn = None  # an idle worker holds no tensor
                     self._lock.acquire()
             self._workers.remove(worker)
 

@@ -33,6 +33,7 @@ from experts_server.hosting.offloading import OffloadMemory
 from experts_server.hosting.training import Training
 from experts_server.queues.batching import ExpertQueue, QueueLimits
 from experts_server.queues.executor import WorkerPool
+from experts_server.queues.outlasting import check_at_rest
 from experts_server.queues.registry import Registry
 from experts_server.serving.doorway import Doorway
 from experts_server.serving.health import MAX_STREAMS, Health
@@ -73,8 +74,8 @@ class ExpertServer:
         opened: a context to run users' code in, for whoever holds Ctrl-C back meanwhile (`_interrupts`).
 
     Raises:
-        ConfigError: two experts share a weight that one of them trains, or its module; from `start`, if the address
-            cannot be used.
+        ConfigError: two experts share a weight that one of them trains, or its module, or a call of a server that has
+            stopped still computes in one; from `start`, if the address cannot be used.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class ExpertServer:
             if_refused.callback(self.pool.close, 0)
             with opened():
                 _check_shared(experts)
+                check_at_rest({name: hosting.module for name, hosting in experts.items()})
                 queues = [self._queue_of(name, hosting) for name, hosting in experts.items()]
             self.registry = Registry(queues, self.pool, self.queue_limits)
             self.saver = Saver(self.registry, config)

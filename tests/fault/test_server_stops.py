@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -19,6 +21,7 @@ from experts_server import ExpertsServer
 from experts_server.checkpoints.checkpoint import CheckpointFolder
 from experts_server.configuration.config import MemoryConfig, ServingConfig
 from experts_server.hosting.calls import InspectCall
+from moe_autograd.errors import ConfigError
 from tests.support.gated import D, Gated
 from tests.support.held import Held
 from tests.support.hosting import sgd
@@ -197,6 +200,55 @@ def test_gradients_that_are_left_when_an_expert_returns_after_the_stop_are_let_g
     slow.may_go.set()
     wait_until(lambda: not pool.has_threads)
     assert "a turn raised" not in caplog.text
+
+
+class WaitingSGD(torch.optim.SGD):
+    """An optimizer whose steps wait until they are let go."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.has_begun, self.may_go = threading.Event(), threading.Event()
+
+    def step(self, closure: Any = None) -> None:
+        self.has_begun.set()
+        assert self.may_go.wait(START_S)
+        super().step()
+
+
+def test_while_an_update_outlasts_a_stop_no_other_server_hosts_its_module() -> None:
+    """It came while the second one served, and that did not know of it."""
+    module, made = nn.Linear(D, D), list[WaitingSGD]()
+
+    def make(parameters: Iterable[nn.Parameter]) -> WaitingSGD:
+        made.append(WaitingSGD(parameters))
+        return made[-1]
+
+    config = ServingConfig(drain_timeout_s=0.05)
+    server = ExpertsServer({"well": module}, optimizer=make, config=config).start()
+    assert server._server is not None
+    pool = server._server.pool
+    with WireClient(server.address) as client:
+        caller = until_cut_off(lambda: train(client))
+        assert made[0].has_begun.wait(START_S)
+        server.stop()
+        caller.join(START_S)
+    before = module.weight.clone()
+    others = {
+        "the same": server,
+        "of the same module": ExpertsServer({"e": module}, optimizer=sgd),
+        "of the same weights": ExpertsServer({"a": nn.Linear(D, D), "e": nn.Sequential(module)}),
+    }
+    for other in others.values():
+        with pytest.raises(ConfigError, match=r"expected a module at rest, got one .* of expert 'well' of a"):
+            other.start()
+    with ExpertsServer({"copy": copy.deepcopy(module)}, optimizer=sgd):
+        pass
+    made[0].may_go.set()
+    wait_until(lambda: not pool.has_threads)
+    assert not torch.equal(module.weight, before)
+    for other in others.values():
+        with other:
+            pass
 
 
 def test_a_stop_when_a_save_is_due_is_no_failure(
