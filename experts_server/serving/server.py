@@ -242,9 +242,9 @@ class ExpertServer:
             self._why_unsaved = str(error)
             raise
         finally:
-            self.service.give_up()
             try:
                 await self._end_serving(None)
+                await self.service.loads.give_up()
                 self.registry.close()
                 if not await self.saver.in_thread(self.pool.close, 1.0):
                     logger.warning("stopped while an expert still hangs: %s", self.pool)

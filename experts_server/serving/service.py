@@ -6,7 +6,7 @@ one message each or carry weights.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -24,6 +24,7 @@ from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.state import ComingState, layout_of_expert, load_state, state_to_send
 from experts_server.queues.registry import Registry, only_result
 from experts_server.serving.doorway import EOF, Context, Doorway, Passing, only_message
+from experts_server.serving.loads import Loads
 from experts_server.serving.security import Permission
 from experts_server.serving.streams import PassStream
 from experts_server.serving.unanswered import Unanswered
@@ -42,7 +43,6 @@ from moe_autograd.wire.tensors import TensorLimits
 # RPCs that fetch or set weights; each holds a copy of an expert's, for as long as it takes.
 MAX_WEIGHTS_UNDER_WAY = 16
 WEIGHTS_PATIENCE_S = 60.0  # with the client of one of these, which travel in parts of a megabyte
-BEGUN_PATIENCE_S = 10.0  # with experts that are yet to be set, when the client has gone or is cut off
 
 Save = Callable[[], Awaitable[str]]
 
@@ -77,7 +77,7 @@ class Service:
             MAX_WEIGHTS_UNDER_WAY, "RPCs that fetch or set weights", retry_after_s=1.0, is_configured=False
         )
         self._save = save
-        self._begun: set[asyncio.Future[list[Any]]] = set()  # loads whose clients have gone
+        self.loads = Loads(registry)
         # Experts with hooks that came late, which may change what these take, and whether they draw.
         self._had_late_hooks: set[str] = set()
         # asked for once, before anybody waits: they never change, and a module may take its time to tell
@@ -220,9 +220,10 @@ class Service:
     async def _set_state(self, _: AsyncIterator[bytes], context: Context) -> bytes:
         async with self.doorway.passing(context, "train") as rpc:
             rpc.patience_s = WEIGHTS_PATIENCE_S
-            with self._weights_under_way():
+            with contextlib.ExitStack() as place:
+                place.enter_context(self._weights_under_way())
                 # not held here: what ends in an error grpc keeps, with its traceback, until the collector comes by
-                return seal(await self._apply_state(*await self._receive_state(rpc)))
+                return seal(await self._apply_state(*await self._receive_state(rpc), place))
 
     @contextmanager
     def _weights_under_way(self) -> Iterator[None]:
@@ -261,7 +262,9 @@ class Service:
             raise CorruptDataError(f"state: expected {expected}, got {num_entries} entries. Send it again.")
         return head, states
 
-    async def _apply_state(self, head: pb.StateUpdate, states: dict[str, ComingState]) -> pb.UpdateReply:
+    async def _apply_state(
+        self, head: pb.StateUpdate, states: dict[str, ComingState], place: contextlib.ExitStack
+    ) -> pb.UpdateReply:
         """Check all experts before the first is changed; then change all between the same calls, as a step does."""
         whole = {name: coming.whole() for name, coming in states.items()}
         names = list(whole)
@@ -269,19 +272,7 @@ class Service:
         def load(hosted: HostedExpert) -> int:
             return load_state(hosted, whole[hosted.name], head)
 
-        loading = asyncio.ensure_future(self.registry.inspect(names, load))
-        try:
-            return _update_reply(names, await asyncio.shield(loading))
-        except asyncio.CancelledError:  # some are set: so are the others, though nobody waits for it
-            self._begun.add(loading)
-            loading.add_done_callback(self._begun.discard)
-            asyncio.get_running_loop().call_later(BEGUN_PATIENCE_S, loading.cancel)
-            raise
-
-    def give_up(self) -> None:
-        """Set no more of what clients have begun to set that have gone; to be called when the last save is done."""
-        for loading in [*self._begun]:
-            loading.cancel()
+        return _update_reply(names, await self.loads.load(names, load, place))
 
 
 def _update_reply(names: Sequence[str], results: Sequence[Any]) -> pb.UpdateReply:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Callable
 from pathlib import Path
 
-import grpc
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
@@ -15,16 +11,8 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server.command.cli import main
-from experts_server.configuration.config import ServingConfig
 from tests.support.checkpointing import D, adam
-from tests.support.gated import Gated, Waiting, wait_until_queued
-from tests.support.servers import (
-    START_S,
-    WireClient,
-    tokens,
-    wait_until,
-    wait_until_inside,
-)
+from tests.support.servers import WireClient, tokens
 
 
 class Expanded(nn.Linear):
@@ -94,55 +82,3 @@ def test_an_import_that_is_refused_changes_nothing(tmp_path: Path) -> None:
         assert result.exit_code == 1
         assert "It has those from before." in result.stderr
         torch.testing.assert_close(client.get_state(), before, rtol=0, atol=0)
-
-
-def _until_cut_off(call: Callable[[], object]) -> Callable[[], None]:
-    def make() -> None:
-        with contextlib.suppress(grpc.RpcError):
-            call()
-
-    return make
-
-
-def test_weights_of_which_some_are_set_are_all_set_though_their_client_goes() -> None:
-    busy, idle = Gated(), nn.Linear(D, D)
-    with (
-        ExpertsServer({"busy": busy, "idle": idle}) as server,
-        WireClient(server.address) as client,
-        WireClient(server.address, client_id=b"other") as other,
-    ):
-        states = {name: moved(state) for name, state in client.get_state("busy", "idle").items()}
-        blocking = Waiting(lambda: other.forward("busy", tokens(1, D)))
-        assert busy.started.acquire(timeout=START_S)
-
-        setting = Waiting(_until_cut_off(lambda: client.set_state(states)))
-        wait_until(lambda: bool((idle.bias == states["idle"]["bias"]).all()))
-        client.channel.close()
-        assert setting.result() is None
-        wait_until_inside(server, 1)
-        busy.let_go()
-        assert blocking.result().code == "OK"
-        now = other.get_state("busy", "idle")
-    for name, state in states.items():
-        torch.testing.assert_close(now[name], state, rtol=0, atol=0)
-
-
-def test_a_server_that_stops_gives_up_weights_that_an_expert_that_hangs_has_yet_to_take() -> None:
-    """Else asyncio would say that a task was destroyed."""
-    hanging = Gated()
-    with (
-        ExpertsServer({"e": hanging}, config=ServingConfig(drain_timeout_s=0.01)) as server,
-        WireClient(server.address) as client,
-        WireClient(server.address, client_id=b"other") as other,
-    ):
-        state = {"e": moved(client.get_state()["e"])}
-        cut_off = [Waiting(_until_cut_off(lambda: other.forward("e", tokens(1, D))))]
-        assert hanging.started.acquire(timeout=START_S)
-        cut_off.append(Waiting(_until_cut_off(lambda: client.set_state(state))))
-        wait_until_queued(server, 1)
-        assert server._loop_thread is not None
-        loop = server._loop_thread._loop
-        server.stop()
-        assert [calling.result() for calling in cut_off] == [None, None]
-    hanging.let_go()
-    assert not asyncio.all_tasks(loop)
