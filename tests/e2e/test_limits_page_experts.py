@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from moe_autograd import MixtureOfExperts, TopKRouter
 from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.errors import ExpertFailedError, InvalidCallError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
-from tests.support.hosting import sgd
+from tests.support.hosting import LR, sgd
 from tests.support.limits_page import of
 from tests.support.several_results import Where, expert_of
 
@@ -276,3 +277,46 @@ def test_hooks_that_take_other_inputs_and_come_late() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.equal(experts["e"](x), layer(torch.full((1, 2), 1000.0)))
             assert not torch.equal(experts["e"](x), layer(x))
+
+
+def rates_of_a_hooks_schedule(folder: Path, num_steps: int, *, is_said: bool) -> list[float]:
+    """Return the rates of so many steps of a server, started anew, whose optimizer's hook steps a schedule."""
+    rates: list[float] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = sgd(parameters)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count))
+
+        def step(*_: Any) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+            schedule.step()
+
+        optimizer.register_step_post_hook(step)
+        if is_said:
+            optimizer.register_state_dict_post_hook(
+                lambda _, said: {**said, "schedule": schedule.state_dict()}
+            )
+            optimizer.register_load_state_dict_pre_hook(
+                lambda _, said: schedule.load_state_dict(said["schedule"])
+            )
+        return optimizer
+
+    config = {"checkpoint_dir": folder}
+    with (
+        ExpertsServer({"e": nn.Linear(2, 2)}, optimizer=make, config=config) as server,
+        connect(server.address) as experts,
+    ):
+        optimizer = RemoteOptimizer(experts)
+        for _ in range(num_steps):
+            experts["e"](torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return rates
+
+
+@of("**A schedule of yours that a hook of the optimizer steps**")
+@pytest.mark.parametrize(("is_said", "then"), [(False, [4, 2, 3]), (True, [4, 5, 6])])
+def test_schedules_that_hooks_step(tmp_path: Path, is_said: bool, then: list[int]) -> None:
+    first, second = [rates_of_a_hooks_schedule(tmp_path, 3, is_said=is_said) for _ in range(2)]
+    assert first == pytest.approx([LR, LR / 2, LR / 3])
+    assert second == pytest.approx([LR / count for count in then])
