@@ -30,6 +30,7 @@ from experts_server.hosting.gathered import GatheredGradients
 from experts_server.hosting.hosted import HostedExpert, SharedMemory
 from experts_server.hosting.kept import KeptForwards
 from experts_server.hosting.offloading import OffloadMemory
+from experts_server.hosting.sharing import check_shared
 from experts_server.hosting.training import Training
 from experts_server.queues.batching import ExpertQueue, QueueLimits
 from experts_server.queues.executor import WorkerPool
@@ -43,7 +44,7 @@ from experts_server.serving.ports import open_port
 from experts_server.serving.security import Gate
 from experts_server.serving.service import Service
 from moe_autograd._intraop import set_team_size
-from moe_autograd.errors import CheckpointError, ConfigError
+from moe_autograd.errors import CheckpointError
 from moe_autograd.wire.addresses import split_address
 from moe_autograd.wire.options import SERVER_OPTIONS
 
@@ -96,8 +97,9 @@ class ExpertServer:
             self.pool = WorkerPool(max_threads=limits.max_threads)
             if_refused.callback(self.pool.close, 0)
             with opened():
-                _check_shared(experts)
-                check_at_rest({name: hosting.module for name, hosting in experts.items()})
+                modules = {name: hosting.module for name, hosting in experts.items()}
+                check_shared(modules, {name: hosting.training for name, hosting in experts.items()})
+                check_at_rest(modules)
                 queues = [self._queue_of(name, hosting) for name, hosting in experts.items()]
             self.registry = Registry(queues, self.pool, self.queue_limits)
             self.saver = Saver(self.registry, config)
@@ -347,39 +349,6 @@ class ExpertServer:
     def _call_later(self, delay_s: float, function: Callable[[], None]) -> None:
         assert self._loop is not None, "calls come after start"
         self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, function)
-
-
-def _check_shared(experts: Mapping[str, Hosting]) -> None:
-    """Refuse weights that are trained under one name and used under another: calls of both run side by side.
-
-    And modules of such experts: one's calls, also with frozen weights, would be noted as the other's.
-    """
-    trained = {
-        weight
-        for hosting in experts.values()
-        if hosting.training is not None
-        for weight in hosting.training.weights_of(hosting.module)
-    }
-    users: dict[nn.Parameter, str] = {}
-    users_of_parts: dict[int, str] = {}  # by the `id` of a module
-    for name, hosting in experts.items():
-        for key, weight in hosting.module.named_parameters():
-            other = users.setdefault(weight, name)
-            if other != name and weight in trained:
-                raise ConfigError(
-                    f"expert {name!r}: expected weights that no other expert uses, got {key!r}, which expert {other!r} "
-                    "uses as well. Host one module that has both, or train neither."
-                )
-        for key, part in hosting.module.named_modules():
-            if not list(part.parameters(recurse=False)):  # such as an activation
-                continue
-            other = users_of_parts.setdefault(id(part), name)
-            if other != name and (hosting.training or experts[other].training):
-                raise ConfigError(
-                    f"expert {name!r}: expected modules that no other expert uses, got {key!r}, which expert {other!r} "
-                    "uses as well. Give each a copy, which may have the same frozen weights: "
-                    "copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})."
-                )
 
 
 def _memory_for_all(config: ServingConfig) -> SharedMemory:
