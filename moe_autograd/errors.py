@@ -51,7 +51,10 @@ class MoeAutogradError(Exception):
 
 
 class UnsupportedTransformError(MoeAutogradError, RuntimeError):
-    """Forward-mode AD, a `torch.func` transform or a trace is active, and worker threads cannot see it."""
+    """Forward-mode AD, a `torch.func` transform or a trace is active, and worker threads cannot see it.
+
+    Or another engine than torch's own runs a backward.
+    """
 
 
 class ConfigError(MoeAutogradError, ValueError):

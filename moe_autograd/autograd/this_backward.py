@@ -20,10 +20,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 from moe_autograd._frames import beneath, on_each_thread
 from moe_autograd._imported import imported
+from moe_autograd.autograd.uncompiled import is_backward_compiled
+from moe_autograd.errors import UnsupportedTransformError
 
 T = TypeVar("T")
 _ROOM = __name__.rpartition(".")[0] + "."
@@ -53,6 +55,38 @@ def keeps_graph() -> bool:
 def this_backward() -> int:
     """Return the number of this backward, never given again; -1 outside of one."""
     return torch._C._current_graph_task_id()
+
+
+def is_wanted(node: Node | None) -> bool:
+    """Whether this backward uses the gradients that flow to a node."""
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that `torch.autograd.grad` was asked for: the engine says so by raising
+        return True
+
+
+def refuse_other_engines(name: str, node: Any) -> None:
+    """Raise where this backward does not tell which nodes it runs: a node would leave out all that it leads to.
+
+    The engine of `torch.distributed.autograd` makes no list of them, and says no of all. Torch's own says yes of a node
+    that runs; of the one that a backward begins with, which it does not list, of some that it leads to.
+
+    Args:
+        name: of whoever needs to know.
+        node: that runs.
+
+    Raises:
+        UnsupportedTransformError: it does not tell.
+    """
+    if is_backward_compiled() or is_wanted(node):
+        return
+    if any(is_wanted(behind) for behind, _ in node.next_functions):
+        return
+    raise UnsupportedTransformError(
+        f"{name}, backward: expected torch's own engine, got one that does not tell which nodes it runs, as that of "
+        "torch.distributed.autograd.backward. Call loss.backward() where no RPC is on the way; else use plain modules, "
+        "in a plain loop."
+    )
 
 
 def kept_by_this_backward(key: object, make: Callable[[], T]) -> T:

@@ -38,7 +38,7 @@ from moe_autograd.autograd.modules.used_elsewhere import tie_uses
 from moe_autograd.autograd.once import not_twice
 from moe_autograd.autograd.result_hooks import skip_missing_gradients
 from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_later
-from moe_autograd.autograd.this_backward import keeps_graph
+from moe_autograd.autograd.this_backward import keeps_graph, refuse_other_engines
 from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, uncompiled
 from moe_autograd.remote.inputs import check_tensors, check_transforms, dense, under_autocast
 from moe_autograd.remote.parts import BackwardPart, Call
@@ -139,6 +139,7 @@ class _RemoteCalls(torch.autograd.Function):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *flat_grad_outputs: Tensor | None) -> Sequence[Tensor | None]:
+        refuse_other_engines("remote expert", ctx)
         calls: list[Call] = ctx.calls
         (anchor_node, _), *edges = ctx.next_functions
         num_inputs = [call.num_inputs for call in calls]

@@ -64,7 +64,7 @@ from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.result_hooks import see_within
 from moe_autograd.autograd.runs import Map
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep
-from moe_autograd.autograd.this_backward import kept_by_this_backward
+from moe_autograd.autograd.this_backward import kept_by_this_backward, refuse_other_engines
 from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, left_alone, uncompiled
 
 _CPU = torch.device("cpu")
@@ -121,6 +121,7 @@ def backward_by(run: Callable[[Any, Grads], Tensors]) -> Any:
 
     @uncompiled
     def run_all(ctx: Any, grad_outputs: Grads) -> Tensors:
+        refuse_other_engines("parallel map", ctx)
         grads = run(ctx, grad_outputs)
         return filled(ctx.next_functions, grads) if is_backward_compiled() else grads
 

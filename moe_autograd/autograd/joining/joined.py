@@ -21,7 +21,7 @@ from moe_autograd.autograd.joining.boxed import Grads
 from moe_autograd.autograd.joining.sums import Shared, Sums, shared_by_many
 from moe_autograd.autograd.result_hooks import Arrived, See
 from moe_autograd.autograd.runs import Map, run_calls
-from moe_autograd.autograd.this_backward import keeps_graph
+from moe_autograd.autograd.this_backward import is_wanted, keeps_graph
 
 T = TypeVar("T")
 
@@ -366,11 +366,4 @@ def which_are_wanted(nodes: Sequence[Node | None]) -> list[bool]:
     try:  # in one go: mostly none is asked for by name
         return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
     except RuntimeError:
-        return [_is_wanted(node) for node in nodes]
-
-
-def _is_wanted(node: Node | None) -> bool:
-    try:
-        return node is not None and torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf that `torch.autograd.grad` was asked for: the engine says so by raising
-        return True
+        return [is_wanted(node) for node in nodes]

@@ -46,7 +46,7 @@ from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.result_hooks import skip_missing_gradients
 from moe_autograd.autograd.runs import shown
 from moe_autograd.autograd.split_backward import is_wanted_later
-from moe_autograd.autograd.this_backward import keeps_graph
+from moe_autograd.autograd.this_backward import keeps_graph, refuse_other_engines
 from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, uncompiled
 from moe_autograd.autograd.walks import gradient_edge, plain, walk
 
@@ -322,6 +322,7 @@ class _Node(Function):
     @uncompiled
     @unwinding
     def backward(ctx: Any, *grads: Tensor | None) -> Sequence[Tensor | None]:
+        refuse_other_engines("OffloadedExperts", ctx)
         if ctx.is_spent:
             raise RuntimeError(BACKWARD_TWICE)
         if not is_backward_compiled():
