@@ -46,11 +46,15 @@ def copy_state(hosted: HostedExpert) -> dict[str, Tensor]:
     return _copies(_tensors(hosted))
 
 
-def state_to_send(hosted: HostedExpert) -> dict[str, Tensor]:
+def state_to_send(hosted: HostedExpert, layout: pb.StateLayout) -> dict[str, Tensor]:
     """Return what `copy_state` returns.
 
+    Args:
+        hosted: the expert.
+        layout: of its state, as clients were told: they would take no other for whole.
+
     Raises:
-        InvalidCallError: one of the tensors cannot travel.
+        InvalidCallError: one of the tensors cannot travel, or the state has other keys or shapes by now.
     """
     tensors = _tensors(hosted)
     for key, tensor in tensors.items():
@@ -58,6 +62,11 @@ def state_to_send(hosted: HostedExpert) -> dict[str, Tensor]:
             check_can_travel(tensor)
         except TypeError as error:
             raise InvalidCallError(f"expert {hosted.name!r}, state of {key!r}: {error}") from error
+    if (wrong := mismatch(layout, tensors)) is not None:
+        raise InvalidCallError(
+            f"expert {hosted.name!r}, state of another form than when its server started: {wrong}. Have its class "
+            "make all entries, in their shapes, when it is built."
+        )
     return _copies(tensors)
 
 

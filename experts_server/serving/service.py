@@ -205,9 +205,12 @@ class Service:
                 await self._send_state(rpc, list(request.experts) or list(self.registry))
 
     async def _send_state(self, rpc: Passing, names: Sequence[str]) -> None:
+        def to_send(hosted: HostedExpert) -> Any:
+            return state_to_send(hosted, self._layout(hosted.name))
+
         writer = ParcelWriter()
         for name in names:
-            state = only_result(await self.registry.inspect([name], state_to_send))
+            state = only_result(await self.registry.inspect([name], to_send))
             writer.add(pb.StateUpdate(num_entries=len(state)))
             versions = versions_of(state)
             for key, tensor in state.items():

@@ -13,6 +13,7 @@ from torch import nn
 from experts_server import ExpertsServer
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.remote import connect
+from tests.support.limits_page import of
 from tests.support.proxy import Proxy
 
 
@@ -247,6 +248,81 @@ def test_a_state_that_cannot_travel_is_refused_once_by_name(dtype, caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"], (
         "it is no failure of the server"
     )
+
+
+class Resizing(nn.Linear):
+    """Has a buffer that gets its size from the first call, as observers of quantization-aware training have."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("seen", torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.resize_(4).copy_(x.detach().amax(0))
+        return super().forward(x)
+
+
+class Growing(nn.Linear):
+    """Has an entry from its first call on."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("seen", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.detach().amax(0)
+        return super().forward(x)
+
+
+@of("their `state_dict()` is refused by name from then on")
+@pytest.mark.parametrize(
+    ("made", "change"),
+    [
+        (Resizing, r"'seen': expected \(0,\) of torch.float32, got \(4,\) of torch.float32"),
+        (Growing, r"expected keys .*\(missing=\[\], unknown=\['seen'\]\)"),
+    ],
+)
+def test_a_state_that_calls_have_changed_is_refused_once_by_name(made, change, caplog):
+    """It was fetched again and again for two seconds, and said to be corrupt and another configuration's."""
+    odd, plain = made(), nn.Linear(4, 4)
+    with ExpertsServer({"odd": odd, "plain": plain}) as server, connect(server.address) as experts:
+        experts["odd"].state_dict()
+        experts["odd"](torch.ones(1, 4))
+        for fetch in (experts.state_dict, experts["odd"].state_dict):
+            with pytest.raises(InvalidCallError, match=rf"'odd', state of another form than .*: {change}\."):
+                fetch()
+        torch.testing.assert_close(dict(experts["plain"].state_dict()), dict(plain.state_dict()))
+    assert not [record for record in caplog.records if record.levelname == "ERROR"], (
+        "it is no failure of the server"
+    )
+
+
+def prepared() -> nn.Module:
+    quantization = pytest.importorskip("torch.ao.quantization")  # which torch is about to drop
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    module.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    return quantization.prepare_qat(module)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:torch.ao.quantization is deprecated", "ignore:Please use quant_min and quant_max"
+)
+def test_a_state_prepared_for_quantization_is_fetched_and_set_where_it_was_called_when_it_was_built():
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    called, not_called = prepared(), prepared()
+    called(x)
+    plain = copy.deepcopy(called)
+    with ExpertsServer({"called": called, "not": not_called}) as server, connect(server.address) as experts:
+        before = experts["called"].state_dict()
+        for expert in (experts["called"], experts["not"], plain):
+            expert(2 * x)
+        torch.testing.assert_close(experts["called"].state_dict(), plain.state_dict(), rtol=0, atol=0)
+        with pytest.raises(
+            InvalidCallError, match=r"'not', state of another form .* expected \(1,\) of .* got \(4,\)"
+        ):
+            experts["not"].state_dict()
+        experts["called"].load_state_dict(before)
+        torch.testing.assert_close(experts["called"].state_dict(), before, rtol=0, atol=0)
 
 
 def test_what_is_no_tensor_of_a_state_stays_where_it_is():

@@ -155,8 +155,8 @@ def copied_weights(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]
     """Return a list of the copies of weights that are made from now on."""
     copies: list[weakref.ref[Tensor]] = []
 
-    def state_to_send(hosted: HostedExpert) -> dict[str, Tensor]:
-        state = state_module.state_to_send(hosted)
+    def state_to_send(hosted: HostedExpert, layout: pb.StateLayout) -> dict[str, Tensor]:
+        state = state_module.state_to_send(hosted, layout)
         copies.extend(map(weakref.ref, state.values()))
         return state
 
