@@ -21,6 +21,7 @@ from experts_server.checkpoints.snapshot import (
     take,
     where_another_class,
 )
+from experts_server.checkpoints.trial import keeping_objects
 from experts_server.configuration.config import ServingConfig
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.queues.registry import Registry
@@ -106,7 +107,8 @@ class Saver:
             with queue.hosted.in_memory(for_update=True):
                 snapshot = take(queue.hosted)
                 # It is that already. But whether it can be loaded, the next start would be the first to know.
-                restore(queue.hosted, snapshot)
+                with keeping_objects(queue.hosted):
+                    restore(queue.hosted, snapshot)
                 yield snapshot
 
     async def start(self) -> None:
