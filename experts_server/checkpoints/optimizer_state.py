@@ -11,10 +11,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from experts_server.checkpoints.plain import cannot_hold, group_of, is_plain, kinds_of_sequences, of_kind
+from experts_server.checkpoints.plain import (
+    cannot_hold,
+    changeable,
+    group_of,
+    is_plain,
+    kinds_of_sequences,
+    of_kind,
+)
 from experts_server.checkpoints.shared_memory import first_that_shares
 from experts_server.hosting.gradients import laid_out_like
 
@@ -25,11 +32,14 @@ _STATE_OF_SETTINGS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "mome
 _LOOKING_ONCE = (torch.optim.Adam, torch.optim.RMSprop)
 
 
-def take_optimizer(place: str, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def take_optimizer(
+    place: str, optimizer: torch.optim.Optimizer, module: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return its tensors (not yet copied), and what a snapshot says of it besides.
 
     Raises:
-        CheckpointError: some of it is neither a tensor nor a plain value, or one has memory of another.
+        CheckpointError: some of it is neither a tensor nor a plain value, or would not be in two places, or in memory
+            of the module, after a restart.
     """
     saved = dict(optimizer.state_dict())
     if not saved.keys() >= _OF_TORCH:
@@ -47,16 +57,17 @@ def take_optimizer(place: str, optimizer: torch.optim.Optimizer) -> tuple[dict[s
             else:
                 also_under.setdefault(first, []).append(name)
         elif is_plain(value):
-            scalars[name] = copy.deepcopy(value)
+            scalars[name] = value
         else:
             raise cannot_hold(f"{place}, state {key!r}", value)
-    _check_apart(place, optimizer, tensors)
+    _check_memory(place, optimizer, module, tensors)
+    _check_lists(place, optimizer, scalars)
     entries_of_its_own = {key: value for key, value in saved.items() if key not in _OF_TORCH}
     for key, value in entries_of_its_own.items():
         if not is_plain({key: value}):
             raise cannot_hold(f"{place}, {key!r} of its state_dict", value, "a value that JSON gives back")
     return tensors, {
-        "optimizer_scalars": scalars,
+        "optimizer_scalars": copy.deepcopy(scalars),
         "optimizer_kinds": kinds_of_sequences(scalars),
         "optimizer_also_under": also_under,
         "optimizer_empty": [index for index, entries in saved["state"].items() if not entries],
@@ -64,17 +75,48 @@ def take_optimizer(place: str, optimizer: torch.optim.Optimizer) -> tuple[dict[s
     }
 
 
-def _check_apart(place: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
-    """Raise `CheckpointError` where state has memory of other state, of a weight, or of what is in a group."""
-    others = [
-        leaf for group in optimizer.param_groups for leaf in tree_leaves(group) if isinstance(leaf, Tensor)
+def _check_memory(
+    place: str, optimizer: torch.optim.Optimizer, module: nn.Module, state: Mapping[str, Tensor]
+) -> None:
+    """Raise `CheckpointError` where state or a group has memory of the module, or state that of state or of a group."""
+    of_groups = list(_entries_of_groups(optimizer))
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors = {id(one): one for one in (*trained, *module.parameters(), *module.buffers())}
+    of_module = [(None, tensor) for tensor in tensors.values()]
+    in_groups = [
+        (str(number), leaf)
+        for number, (_, value) in enumerate(of_groups)
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, Tensor)
     ]
-    name = first_that_shares([*((None, other) for other in others), *state.items()])
-    if name is not None:
+    if (number := first_that_shares([*of_module, *in_groups], only_with_nameless=True)) is not None:
+        key, value = of_groups[int(number)]
+        raise cannot_hold(
+            f"{place}, group {key!r}", value, "a tensor that has no memory of a weight or a buffer"
+        )
+    others = [*of_module, *((None, leaf) for _, leaf in in_groups)]
+    if (name := first_that_shares([*others, *state.items()])) is not None:
         key = name.split(".", 2)[2]
         raise cannot_hold(
             f"{place}, state {key!r}", state[name], "a tensor that has no memory of another one"
         )
+
+
+def _check_lists(place: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` where a list or dict of state stands in other state, or in a group, as well."""
+    seen = {id(one) for _, value in _entries_of_groups(optimizer) for one in changeable(value)}
+    for name, value in state.items():
+        for one in changeable(value):
+            if id(one) in seen:
+                _, _, key = name.partition(".")
+                raise cannot_hold(f"{place}, state {key!r}", value, "a list or dictionary in one place")
+            seen.add(id(one))
+
+
+def _entries_of_groups(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, Any]]:
+    """Yield each key and value of each group, but for its parameters."""
+    for group in optimizer.param_groups:
+        yield from ((key, value) for key, value in group.items() if key != "params")
 
 
 def _entries_of_state(place: str, state: Mapping[Any, Mapping[Any, Any]]) -> Iterator[tuple[int, str, Any]]:

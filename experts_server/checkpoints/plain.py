@@ -67,7 +67,7 @@ def check_apart(place: str, entries: Sequence[tuple[str, Any]]) -> None:
     seen: set[int] = set()
     tensors: list[tuple[str | None, Tensor]] = []
     for number, (key, value) in enumerate(entries):
-        for one in _changeable(value):
+        for one in changeable(value):
             if id(one) in seen:
                 raise _cannot_hold_in_two_places(place, key, value)
             seen.add(id(one))
@@ -77,13 +77,13 @@ def check_apart(place: str, entries: Sequence[tuple[str, Any]]) -> None:
         raise _cannot_hold_in_two_places(place, *entries[int(shared)])
 
 
-def _changeable(value: Any) -> Iterator[Any]:
+def changeable(value: Any) -> Iterator[Any]:
     """Yield what others may see change: tensors, lists and dicts."""
     if isinstance(value, Tensor | list | dict):
         yield value
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     for one in inner:
-        yield from _changeable(one)
+        yield from changeable(one)
 
 
 def _cannot_hold_in_two_places(place: str, key: str, value: Any) -> CheckpointError:

@@ -21,16 +21,18 @@ class _Span(NamedTuple):
     tensor: Tensor
 
 
-def first_that_shares(tensors: Iterable[tuple[str | None, Tensor]]) -> str | None:
+def first_that_shares(
+    tensors: Iterable[tuple[str | None, Tensor]], *, only_with_nameless: bool = False
+) -> str | None:
     """Return the name of a tensor that has memory of one before it; `None` where there is none.
 
     Args:
         tensors: with their names; those without come first, and may share memory with each other.
+        only_with_nameless: those with names may, too.
     """
     spans = [_span(place, *one) for place, one in enumerate(tensors) if _lies_in_memory(one[1])]
-    return next(
-        (name for together in _touching(spans) if (name := _that_overlaps(together)) is not None), None
-    )
+    found = (_that_overlaps(together, only_with_nameless) for together in _touching(spans))
+    return next((name for name in found if name is not None), None)
 
 
 def _lies_in_memory(tensor: Tensor) -> bool:
@@ -57,9 +59,9 @@ def _touching(spans: Iterable[_Span]) -> Iterator[Sequence[_Span]]:
     yield together
 
 
-def _that_overlaps(together: Sequence[_Span]) -> str | None:
+def _that_overlaps(together: Sequence[_Span], only_with_nameless: bool) -> str | None:
     """Return the name of one that has a byte of one before it: they may be interleaved, as columns are."""
-    if len(together) < 2:
+    if len(together) < 2 or all(span.name is None for span in together):
         return None
     first = together[0].start
     unit = math.gcd(*(number for span in together for number in (span.tensor.itemsize, span.start - first)))
@@ -75,5 +77,6 @@ def _that_overlaps(together: Sequence[_Span]) -> str | None:
         of_it = is_taken.as_strided(shape, strides, (span.start - first) // unit)
         if span.name is not None and of_it.any():
             return span.name
-        of_it.fill_(True)
+        if span.name is None or not only_with_nameless:
+            of_it.fill_(True)
     return None

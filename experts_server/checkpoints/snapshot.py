@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from experts_server.checkpoints.optimizer_state import load_optimizer, take_optimizer
 from experts_server.checkpoints.plain import (
@@ -64,7 +64,7 @@ def take(hosted: HostedExpert) -> Snapshot:
         tensors[f"weights.{key}"] = value
     trained: dict[str, Any] = {}
     if hosted.trainer is not None:
-        more, trained = _take_training(hosted.trainer)
+        more, trained = _take_training(hosted.trainer, hosted.module)
         tensors |= more
     random_state = hosted.caller.random.state()
     if random_state is not None:
@@ -131,10 +131,10 @@ def _trained(hosted: HostedExpert) -> list[str]:
     return [f"{place} {names.get(id(p))}" for place, group in enumerate(groups) for p in group["params"]]
 
 
-def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _take_training(trainer: Trainer, module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors (not yet copied) and the plain values of a training's state."""
     place = f"expert {trainer.name!r}, optimizer"
-    tensors, of_optimizer = take_optimizer(place, trainer.training.optimizer)
+    tensors, of_optimizer = take_optimizer(place, trainer.training.optimizer, module)
     gathered = trainer.gathered.by_client()
     for client_id, entry in gathered.items():
         for place_of_grad, grad in enumerate(entry.grads):

@@ -255,6 +255,45 @@ def test_state_in_the_memory_of_other_state_a_weight_or_a_group_is_refused_by_na
         take(client.expert)
 
 
+class Listing(Slowing):
+    """Counts for all weights in one list, which is in the state of each, and in the group if it is told to."""
+
+    is_in_group = False
+
+    def counted(self, parameter: Tensor) -> float:
+        (group,) = self.param_groups
+        counts: list[float]
+        counts = self.state[group["params"][0]].setdefault("counts", [])
+        if self.is_in_group:
+            group["counts"] = counts
+        else:
+            self.state[parameter]["counts"] = counts
+        counts.append(1.0)
+        return float(len(counts))
+
+
+class ListingInItsGroup(Listing):
+    is_in_group = True
+
+
+class ListingTwice(Slowing):
+    """Has one dictionary in two places of one value."""
+
+    def counted(self, parameter: Tensor) -> float:
+        self.state[parameter]["counts"] = ({"a": 1.0},) * 2
+        return 1.0
+
+
+@pytest.mark.parametrize("make", [Listing, ListingInItsGroup, ListingTwice])
+def test_a_list_or_dictionary_of_state_that_stands_in_two_places_is_refused_by_name(make: Make) -> None:
+    """There were two after a restart: what was appended to the one, the other did not have."""
+    client = Client(hosted(training(make)))
+    train(client, range(1))
+    said = "optimizer, state 'counts': expected a list or dictionary in one place, got (list|tuple)"
+    with pytest.raises(CheckpointError, match=said):
+        take(client.expert)
+
+
 class UnderANumber(Slowing):
     """Its state came back under "0", and it began anew."""
 

@@ -49,10 +49,18 @@ def test_those_without_a_name_may_share() -> None:
     assert first_that_shares([(None, FLAT[:9]), (None, FLAT[5:]), ("their", FLAT[3:4])]) == "their"
 
 
+def test_those_with_a_name_may_share_if_that_is_asked() -> None:
+    of_flat = [("row", SQUARE[2]), ("column", SQUARE[:, 7])]
+    assert first_that_shares([(None, torch.zeros(2)), *of_flat], only_with_nameless=True) is None
+    assert first_that_shares([(None, FLAT[23:24]), *of_flat], only_with_nameless=True) == "row"
+    assert first_that_shares([(None, FLAT[15:16]), *of_flat], only_with_nameless=True) == "column"
+
+
 def test_large_slices_take_no_memory_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> Tensor:
         raise AssertionError("it was compared number by number")
 
     monkeypatch.setattr(torch, "zeros", refuse)
     slices = torch.empty(1 << 10).split(1 << 5)
+    assert first_that_shares((None, tensor) for tensor in slices * 2) is None
     assert first_that_shares((str(place), tensor) for place, tensor in enumerate(slices)) is None
