@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from experts_server.checkpoints.plain import (
     cannot_hold,
     changeable,
+    check_is_text,
     group_of,
     is_plain,
     kinds_of_sequences,
@@ -125,8 +126,7 @@ def _entries_of_state(place: str, state: Mapping[Any, Mapping[Any, Any]]) -> Ite
         if not isinstance(index, int):
             raise cannot_hold(f"{place}, state {index!r}", entries, "state of parameters alone")
         for key, value in entries.items():
-            if not isinstance(key, str):  # it would come back as a text
-                raise cannot_hold(f"{place}, state {key!r}", key, "a text as its key")
+            check_is_text(f"{place}, state", [key])
             yield index, key, value
 
 

@@ -7,6 +7,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
@@ -46,20 +47,30 @@ def changed(place: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> Ch
     """Return what is not as it was `before`.
 
     Raises:
-        CheckpointError: some of it is no plain value.
+        CheckpointError: some of it is no plain value, or not under a text.
     """
     values: dict[str, Any] = {}
     dtypes: dict[str, str] = {}
+    removed = [key for key in before if key not in now]
+    check_is_text(place, removed)
     for key, value in now.items():
         if key in before and _is_same(value, before[key]):
             continue
+        check_is_text(place, [key])
         dtype = _dtype_of_numbers(value)
         if dtype is not None:
             dtypes[key] = str(dtype).removeprefix("torch.")
         values[key] = value if dtype is None else tree_map(Tensor.item, value)
         if not is_plain(values[key]):
             raise cannot_hold(f"{place} {key!r}", value, "a value that JSON gives back")
-    return Changes(values, dtypes, kinds_of_sequences(values), [key for key in before if key not in now])
+    return Changes(values, dtypes, kinds_of_sequences(values), removed)
+
+
+def check_is_text(place: str, keys: Iterable[Any]) -> None:
+    """Raise `CheckpointError` if one is none: it would come back as one."""
+    for key in keys:
+        if not isinstance(key, str):
+            raise cannot_hold(f"{place} {key!r}", key, "a text as its key")
 
 
 def check_apart(place: str, entries: Sequence[tuple[str, Any]]) -> None:
@@ -126,34 +137,45 @@ def _dtype_of_numbers(value: Any) -> torch.dtype | None:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Whether all in it is as in the other; a NaN is, too. What cannot be compared is not."""
-    if isinstance(value, dict) and isinstance(other, dict):
-        return value.keys() == other.keys() and all(_is_same(one, other[key]) for key, one in value.items())
-    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
-        is_alike = isinstance(value, tuple) == isinstance(other, tuple) and len(value) == len(other)
-        return is_alike and all(map(_is_same, value, other))
+    """Whether all in it is as in the other, to the class and the sign of a zero; a NaN is, too.
+
+    What cannot be compared is not.
+    """
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, dict):  # in their order
+        return _is_same([*value.items()], [*other.items()])
+    if isinstance(value, list | tuple):
+        return len(value) == len(other) and all(map(_is_same, value, other))
     try:
-        if isinstance(value, Tensor) or isinstance(other, Tensor):
-            return type(value) is type(other) and value.dtype == other.dtype and torch.equal(value, other)
-        return bool(value == other) or bool(value != value and other != other)
+        if isinstance(value, Tensor):
+            is_alike = value.dtype == other.dtype and value.shape == other.shape
+            return is_alike and torch.equal(_bytes_of(value), _bytes_of(other))
+        if isinstance(value, Number):
+            return repr(value) == repr(other)
+        return bool(value == other)
     except (TypeError, ValueError, RuntimeError):  # such as of an array
         return False
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 def is_plain(value: Any) -> bool:
     """Whether JSON gives it back as it is, but for a tuple or a `torch.Size`, which come back as lists."""
     as_told = list(value) if type(value) in _SEQUENCES.values() else value
     try:
-        back = json.loads(json.dumps(as_told))
+        json.dumps(as_told)
     except (TypeError, ValueError):
         return False
-    return _is_same(back, as_told) and _is_of_json(as_told)
+    return _is_of_json(as_told)
 
 
 def _is_of_json(value: Any) -> bool:
     """Whether all in it is of JSON's own classes, as which others (enums, named tuples) would come back."""
     if type(value) in (dict, OrderedDict):
-        return all(map(_is_of_json, value.values()))
+        return all(isinstance(key, str) and _is_of_json(one) for key, one in value.items())
     if type(value) is list:
         return all(map(_is_of_json, value))
     # numpy's numbers compute alike

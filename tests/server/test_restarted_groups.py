@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +232,92 @@ def test_what_stands_in_two_places_of_groups_is_refused_by_name(
     said = "optimizer, group 'kept': expected one for each group, or one that stays as it was built"
     with pytest.raises(CheckpointError, match=said):
         take(expert)
+
+
+@pytest.mark.parametrize("key", [1, True, None, 1.5, ("a", 1)], ids=str)
+def test_a_key_of_a_group_that_is_no_text_is_refused_by_name(key: Any) -> None:
+    """It came back as a text, or the save failed in words of JSON's."""
+    expert = hosted(training(Slowing))
+    (group,) = optimizer_of(expert).param_groups
+    group[key] = 1.0
+    said = rf"optimizer, group {re.escape(repr(key))}: expected a text as its key, got {type(key).__name__}\."
+    with pytest.raises(CheckpointError, match=said):
+        take(expert)
+
+
+def test_a_key_that_is_no_text_and_was_taken_out_of_a_group_is_refused_by_name() -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = Slowing(parameters)
+        optimizer.param_groups[0][("a", 1)] = 1.0
+        return optimizer
+
+    expert = hosted(training(make))
+    take(expert)
+    del optimizer_of(expert).param_groups[0][("a", 1)]
+    with pytest.raises(CheckpointError, match=r"group \('a', 1\): expected a text as its key, got tuple"):
+        take(expert)
+
+
+ALIKE: list[tuple[Any, Any]] = [
+    (1, True),
+    (True, 1),
+    (1, 1.0),
+    (1.0, 1),
+    (0.0, -0.0),
+    (0.5, numpy.float64(0.5)),
+    ([1, [2]], [True, [2]]),
+    ([0.0], [-0.0]),
+    ({"a": 1}, {"a": 1.0}),
+    ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    ((3,), torch.Size([3])),
+    (torch.tensor(0.0), torch.tensor(-0.0)),
+    (torch.tensor(1), torch.tensor(1.0)),
+    (Fraction(1, 2), 0.5),
+]
+
+
+@pytest.mark.parametrize(("built", "now"), ALIKE, ids=lambda value: repr(value))
+def test_what_equals_what_was_built_and_is_not_the_same_comes_back_as_it_is(
+    built: Any, now: Any, tmp_path: Path
+) -> None:
+    """It counted as unchanged, and was what had been built after a restart."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = Slowing(parameters)
+        optimizer.param_groups[0]["kept"] = built
+        return optimizer
+
+    expert = hosted(training(make))
+    optimizer_of(expert).param_groups[0]["kept"] = now
+    again = restarted(expert, training(make), tmp_path)
+    assert _told(optimizer_of(again).param_groups[0]["kept"]) == _told(now)
+
+
+def _told(value: Any) -> str:
+    """Return all of it; numpy's numbers are Python's after a restart."""
+    return repr(float(value) if isinstance(value, numpy.float64) else value)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        torch.tensor([float("nan"), -0.0]),
+        torch.tensor(float("nan")),
+        numpy.float32("nan"),
+        Fraction(1, 2),
+        1j,
+    ],
+    ids=lambda value: repr(value),
+)
+def test_what_a_checkpoint_cannot_hold_may_stay_in_a_group_as_it_was_built(kept: Any) -> None:
+    """A tensor with a NaN never equals itself, and was refused."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = Slowing(parameters)
+        optimizer.param_groups[0]["kept"] = kept
+        return optimizer
+
+    take(hosted(training(make)))
 
 
 def test_an_array_in_a_group_is_refused_by_name() -> None:
