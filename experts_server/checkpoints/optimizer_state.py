@@ -23,7 +23,7 @@ from experts_server.checkpoints.plain import (
     kinds_of_sequences,
     of_kind,
 )
-from experts_server.checkpoints.shared_memory import first_that_shares
+from experts_server.checkpoints.shared_memory import first_that_shares, is_within_itself
 from experts_server.hosting.gradients import laid_out_like
 
 _OF_TORCH = {"state", "param_groups"}  # in a `state_dict`, which may have more
@@ -53,6 +53,10 @@ def take_optimizer(
         name = f"{index}.{key}"
         if isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__"):  # made of others
             first = first_names.setdefault(id(value), name)
+            if is_within_itself(value):
+                raise cannot_hold(
+                    f"{place}, state {key!r}", value, "a tensor whose elements each have memory of their own"
+                )
             if first == name:
                 tensors[f"optimizer.{name}"] = value
             else:

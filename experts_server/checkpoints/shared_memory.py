@@ -35,6 +35,26 @@ def first_that_shares(
     return next((name for name in found if name is not None), None)
 
 
+def is_within_itself(tensor: Tensor) -> bool:
+    """Whether elements of a tensor have memory of other ones, as those of one that is `expand`ed have."""
+    if not _lies_in_memory(tensor):
+        return False
+    last = 0  # element of the dimensions before, whose steps are smaller
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step <= last:
+            return step == 0 or _num_places(tensor) < tensor.numel()  # they may be interleaved
+        last += (size - 1) * step
+    return False
+
+
+def _num_places(tensor: Tensor) -> int:
+    """Return how many elements there are, each in memory of its own."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    is_taken = torch.zeros(last + 1, dtype=torch.bool, device="cpu")
+    is_taken.as_strided(tensor.shape, tensor.stride()).fill_(True)
+    return int(is_taken.sum())
+
+
 def _lies_in_memory(tensor: Tensor) -> bool:
     is_plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
     return is_plain and not hasattr(tensor, "__tensor_flatten__") and tensor.numel() > 0  # of others made

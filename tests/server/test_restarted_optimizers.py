@@ -255,6 +255,25 @@ def test_state_in_the_memory_of_other_state_a_weight_or_a_group_is_refused_by_na
         take(client.expert)
 
 
+class Expanding(Slowing):
+    """Has one number for all rows of a weight."""
+
+    def counted(self, parameter: Tensor) -> float:
+        state = self.state[parameter]
+        counts: Tensor = state.setdefault("counts", torch.zeros(1).expand(len(parameter)))
+        counts[:1].add_(1)
+        return float(counts[-1])
+
+
+def test_state_whose_elements_are_in_one_memory_is_refused_by_name() -> None:
+    """Each had memory of its own after a restart: what was added to the first reached the last no more."""
+    client = Client(hosted(training(Expanding)))
+    train(client, range(1))
+    said = "optimizer, state 'counts': expected a tensor whose elements each have memory of their own, got Tensor"
+    with pytest.raises(CheckpointError, match=said):
+        take(client.expert)
+
+
 class Listing(Slowing):
     """Counts for all weights in one list, which is in the state of each, and in the group if it is told to."""
 

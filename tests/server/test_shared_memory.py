@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts_server.checkpoints.shared_memory import first_that_shares
+from experts_server.checkpoints.shared_memory import first_that_shares, is_within_itself
 
 FLAT = torch.zeros(64)
 SQUARE = FLAT.view(8, 8)
@@ -64,3 +64,34 @@ def test_large_slices_take_no_memory_to_look_at(monkeypatch: pytest.MonkeyPatch)
     slices = torch.empty(1 << 10).split(1 << 5)
     assert first_that_shares((None, tensor) for tensor in slices * 2) is None
     assert first_that_shares((str(place), tensor) for place, tensor in enumerate(slices)) is None
+
+
+WITHIN_THEMSELVES = {
+    "expanded": FLAT[:8].expand(3, 8),
+    "expanded within": FLAT[:8, None].expand(8, 3),
+    "a number": FLAT[0].expand(2),
+    "windows": FLAT.unfold(0, 4, 2),
+    "interleaved": FLAT.as_strided((3, 2), (2, 4)),
+}
+NOT_WITHIN_THEMSELVES = {
+    "its own": torch.zeros(3, 4),
+    "a number": torch.zeros(()),
+    "transposed": torch.zeros(3, 4).t(),
+    "columns": SQUARE[:, ::3],
+    "one that is expanded to one": FLAT[:8].expand(1, 8),
+    "expanded to nothing": FLAT[:1].expand(0),
+    "as in channels": torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "interleaved, and apart": FLAT.as_strided((2, 2), (3, 2)),
+    "without memory": torch.zeros(1, device="meta").expand(3),
+    "sparse": torch.eye(2).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("tensor", WITHIN_THEMSELVES.values(), ids=WITHIN_THEMSELVES)
+def test_one_whose_elements_share_memory(tensor: Tensor) -> None:
+    assert is_within_itself(tensor)
+
+
+@pytest.mark.parametrize("tensor", NOT_WITHIN_THEMSELVES.values(), ids=NOT_WITHIN_THEMSELVES)
+def test_one_whose_elements_do_not(tensor: Tensor) -> None:
+    assert not is_within_itself(tensor)
