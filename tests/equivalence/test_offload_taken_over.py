@@ -97,3 +97,21 @@ def test_an_optimizer_whose_step_wants_what_nobody_has_is_refused_when_the_exper
     experts = OffloadedExperts([module], lambda p: _Wrapped(sgd(p)), max_resident_bytes=10_000)
     experts[0](torch.ones(2, 4)).sum().backward()
     experts.step()
+
+
+def _scheduled(make: Any) -> Any:
+    def made(parameters: Any) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = make(parameters)
+        torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return optimizer
+
+    return made
+
+
+def test_an_optimizer_that_has_a_schedule_is_taken_and_asked_for_no_self() -> None:
+    """A schedule puts a function in the place of its `step`, which looks as one that wants `self`: all were refused."""
+    experts = OffloadedExperts([nn.Linear(4, 4)], _scheduled(sgd), max_resident_bytes=10_000)
+    experts[0](torch.ones(2, 4)).sum().backward()
+    experts.step()
+    with pytest.raises(TypeError, match=r"got LBFGS, whose step wants closure\. C"):
+        OffloadedExperts([nn.Linear(4, 4)], _scheduled(torch.optim.LBFGS), max_resident_bytes=10_000)

@@ -235,3 +235,23 @@ def test_a_rate_that_is_set_in_a_group_from_before_the_first_start_counts(tmp_pa
             client.backward("e", tokens(5, D, seed=1))
             client.step()
     torch.testing.assert_close(module.weight.detach(), before, rtol=0, atol=0)
+
+
+def test_offloaded_experts_have_schedules_also_over_a_restart(tmp_path: Path) -> None:
+    """They were refused: such a server did not start."""
+
+    def rates(*configs: dict[str, Any]) -> list[float]:
+        seen = []
+        for config in configs:
+            module = nn.Linear(D, D)
+            optimizer = torch.optim.Adam(module.parameters(), lr=1.0)
+            training = Training(optimizer, "on_backward", schedule=ExponentialLR(optimizer, 0.5))
+            with serving(module, training, tmp_path / str(len(config)), **config) as server:
+                with WireClient(server.address) as client:
+                    client.sequence = 100 * len(seen)
+                    client.forward("e", tokens(5, D))
+                    client.backward("e", tokens(5, D, seed=1))
+                seen.append(optimizer.param_groups[0]["lr"])
+        return seen
+
+    assert rates(RESIDENT, RESIDENT) == rates({}, {}) == [0.5, 0.25]

@@ -102,7 +102,10 @@ def check_optimizer(name: str, made: Any) -> None:
             f"{name}: expected a torch.optim.Optimizer from optimizer(parameters), got {type(made).__name__}. Return "
             "one, or pass optimizer=None for experts that are not trained."
         )
-    wanted = ["sparse gradients"] if isinstance(made, torch.optim.SparseAdam) else _wanted_by(made.step)
+    step = made.step
+    if hasattr(step, "_wrapped_by_lr_sched"):  # a schedule's, which looks as a function that wants `self`
+        step = step.__wrapped__.__get__(made)
+    wanted = ["sparse gradients"] if isinstance(made, torch.optim.SparseAdam) else _wanted_by(step)
     if wanted:
         raise TypeError(
             f"{name}: expected an optimizer that steps by dense gradients alone, got {type(made).__name__}, whose step "
