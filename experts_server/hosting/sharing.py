@@ -13,7 +13,8 @@ from moe_autograd.errors import ConfigError
 def check_shared(modules: Mapping[str, nn.Module], trainings: Mapping[str, Training | None]) -> None:
     """Refuse weights that are trained under one name and used under another: calls of both run side by side.
 
-    And modules of such experts: one's calls, also with frozen weights, would be noted as the other's.
+    And modules of such experts: one's calls, also with frozen weights, would be noted as the other's, and statistics
+    added up twice or not at all.
 
     Raises:
         ConfigError: there is one.
@@ -35,7 +36,7 @@ def check_shared(modules: Mapping[str, nn.Module], trainings: Mapping[str, Train
                     "uses as well. Host one module that has both, or train neither."
                 )
         for key, part in module.named_modules():
-            if not list(part.parameters(recurse=False)):  # such as an activation
+            if not [*part.parameters(recurse=False), *part.buffers(recurse=False)]:  # such as an activation
                 continue
             other = users_of_parts.setdefault(id(part), name)
             if other != name and (trainings[name] or trainings[other]):

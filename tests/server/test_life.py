@@ -162,16 +162,31 @@ def test_weights_that_two_experts_use_are_refused_if_one_of_them_trains_them() -
         assert len(client.info().experts) == 2
 
 
-def test_frozen_weights_may_be_shared_and_modules_may_not() -> None:
-    shared = nn.Linear(D, D).requires_grad_(False)
-    experts = {name: nn.Sequential(shared, nn.Linear(D, D)) for name in "ab"}
-    message = (
-        r"expert 'b': expected modules that no other expert uses, got '0', which expert 'a' uses as well"
-    )
-    with pytest.raises(ConfigError, match=message), ExpertsServer(experts, optimizer=sgd):
+@pytest.mark.parametrize(
+    "shared", [nn.Linear(D, D).requires_grad_(False), nn.BatchNorm1d(D, affine=False)], ids=str
+)
+def test_modules_with_frozen_weights_or_buffers_that_two_experts_use_are_refused_if_one_is_trained(
+    shared: nn.Module,
+) -> None:
+    activation = nn.ReLU()
+    experts = {name: nn.Sequential(shared, nn.Linear(D, D), activation) for name in "ab"}
+    with (
+        pytest.raises(
+            ConfigError, match=r"'b': expected modules that no other expert uses, got '0', which expert 'a'"
+        ),
+        ExpertsServer(experts, optimizer=sgd),
+    ):
         pass
     with ExpertsServer(experts):
         pass
+    experts["b"][0] = copy.deepcopy(shared)
+    with ExpertsServer(experts, optimizer=sgd):
+        pass
+
+
+def test_frozen_weights_may_be_shared_if_each_expert_has_a_module_of_its_own() -> None:
+    shared = nn.Linear(D, D).requires_grad_(False)
+    experts = {name: nn.Sequential(shared, nn.Linear(D, D)) for name in "ab"}
     experts["b"][0] = copy.deepcopy(shared, {id(weight): weight for weight in shared.parameters()})
     with ExpertsServer(experts, optimizer=sgd) as server, WireClient(server.address) as client:
         assert all(expert.is_trained for expert in client.info().experts)
