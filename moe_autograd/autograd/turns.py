@@ -4,10 +4,11 @@
 before it left; side by side, additions get lost, and which ones is left to chance. So the forward of such a call begins
 when those before it that share such a module are over, whether they share it as a whole, as a part of different
 modules, or through a closure. So do calls of a lazy module, whose first one makes its parameters, and calls that share
-a module which one of them changes while it runs (`named`), as `functional_call` does. Calls that share none do not
-wait, and look whether what else they share is as it was (`watched`). A backward changes statistics only where it runs
-the forward, or a checkpoint within it, again: there calls take turns as well, the last one first, as in a loop. So do
-backwards that end at one tensor that retains its gradient: PyTorch adds to it without a lock.
+a module which one of them changes while it runs (`named`), as `functional_call` does, or a `torch.Generator`, from
+which they draw then what a loop draws. Calls that share none do not wait, and look whether what else they share is as
+it was (`watched`). A backward changes statistics only where it runs the forward, or a checkpoint within it, again:
+there calls take turns as well, the last one first, as in a loop. So do backwards that end at one tensor that retains
+its gradient: PyTorch adds to it without a lock.
 
 Of a module with buffers that is not of torch's kinds nobody can tell before: if the calls that share it have changed
 its buffers, the map raises. A module may say it by an attribute `keeps_statistics`: `True`, and its calls take turns;
@@ -26,7 +27,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,7 @@ WARN_AFTER_S = 60.0
 # As `looked_at`, it does not lead to the calls.
 taken_turns: ContextVar[Mapping[int, Turn]] = ContextVar("taken_turns", default=MappingProxyType({}))
 _Embeddings = nn.Embedding | nn.EmbeddingBag
+_T = TypeVar("_T")
 
 
 class Turn:
@@ -80,9 +82,9 @@ class Turn:
         warnings.warn(
             f"parallel_apply: expected {other._name} to end, got none of its results in {WARN_AFTER_S:g} s; "
             f"{self._name} waits for it, as both have a module that keeps running statistics, or that one of them "
-            "changes while it runs, or, in the backward, hold a tensor that retains its gradient. They run one after "
-            "the other, and cannot wait for each other. Give each a module of its own; one with statistics may be "
-            "called in eval mode.",
+            "changes while it runs, or a torch.Generator, or, in the backward, hold a tensor that retains its "
+            "gradient. They run one after the other, and cannot wait for each other. Give each a module or generator "
+            "of its own; a module with statistics may be called in eval mode.",
             stacklevel=2,
         )
 
@@ -96,17 +98,20 @@ class Turns:
         side_by_side: whether calls may run at the same time; else none has to look for changes by others.
 
     Attributes:
-        taken: for each call the `id`s of the modules that no other may have at a time.
+        taken: for each call the `id`s of the modules and generators that no other may have at a time.
     """
 
     def __init__(self, held: Sequence[Held], names: Sequence[str], *, side_by_side: bool) -> None:
         self._names = names
-        self._shared = shared = shared_modules([own.parts for own in held])
+        self._shared = shared = shared_among([own.parts for own in held])
         modules = {id(part): part for own in shared for part in own}
         changed = {id(part): may_be_changed(part) for own in held if own.changes for part in own.parts}
         takers = {key for key, part in modules.items() if changed.get(key) or _keeps_statistics(part)}
-        self.taken = [[id(part) for part in own if id(part) in takers] for own in shared]
-        in_turn = _in_turn_anyway(shared, takers)
+        generators = shared_among([own.generators for own in held])
+        takers.update(id(one) for own in generators for one in own)
+        keys = [[*map(id, [*own, *drawn])] for own, drawn in zip(shared, generators, strict=True)]
+        self.taken = [[key for key in own if key in takers] for own in keys]
+        in_turn = _in_turn_anyway(keys, takers)
         at_once = {key: part for key, part in modules.items() if side_by_side and key not in in_turn}
         self._buffers = [
             (part, name, buffer, _version_of(buffer))
@@ -188,14 +193,14 @@ def turns_of(taken: Mapping[int, Collection[int]], names: Sequence[str]) -> dict
     return turns
 
 
-def shared_modules(modules: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-    """Return for each call those of its modules that another one has as well."""
-    everyone = list(itertools.chain(*modules))
+def shared_among(held: Sequence[Sequence[_T]]) -> list[list[_T]]:
+    """Return for each call those of what it holds that another one has as well."""
+    everyone = list(itertools.chain(*held))
     if len({*map(id, everyone)}) == len(everyone):  # mostly
-        return [[] for _ in modules]
-    unique = [{id(module): module for module in own} for own in modules]
+        return [[] for _ in held]
+    unique = [{id(one): one for one in own} for own in held]
     num_calls = collections.Counter(itertools.chain(*unique))
-    return [[module for key, module in own.items() if num_calls[key] > 1] for own in unique]
+    return [[one for key, one in own.items() if num_calls[key] > 1] for own in unique]
 
 
 def may_be_changed(module: nn.Module) -> bool:
@@ -205,12 +210,12 @@ def may_be_changed(module: nn.Module) -> bool:
     return bool(module._parameters or module._buffers) or "training" in getattr(code, "co_names", ())
 
 
-def _in_turn_anyway(shared: Sequence[Sequence[nn.Module]], takers: Collection[int]) -> set[int]:
-    """Return the `id`s of modules whose calls all share one of the `takers`, and so take turns without being asked."""
+def _in_turn_anyway(shared: Sequence[Sequence[int]], takers: Collection[int]) -> set[int]:
+    """Return what is shared only by calls that share one of the `takers`, and so take turns without being asked."""
     calls = collections.defaultdict[int, set[int]](set)
     for i, own in enumerate(shared) if takers else ():
-        for part in own:
-            calls[id(part)].add(i)
+        for key in own:
+            calls[key].add(i)
     rows = {frozenset(calls[key]) for key in takers}
     kinds = {frozenset(own) for own in calls.values()}
     alone = {own for own in kinds if any(own <= row for row in rows)}
@@ -270,4 +275,4 @@ def _keeps_statistics(module: nn.Module) -> bool:
         return module.training and module.running_mean is not None
     if isinstance(module, _Embeddings):  # the forward makes rows shorter, in place
         return module.max_norm is not None
-    return module.training and _normalizes_spectrum(module)
+    return _normalizes_spectrum(module) and module.training  # which a frozen script has not

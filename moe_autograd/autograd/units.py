@@ -33,7 +33,7 @@ from moe_autograd.autograd.modules.joined_modules import JoinedModules, run_modu
 from moe_autograd.autograd.modules.module_calls import Planned
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.runs import Map, is_under_mode_of_torch
-from moe_autograd.autograd.turns import Turns, may_be_changed, shared_modules
+from moe_autograd.autograd.turns import Turns, may_be_changed, shared_among
 
 _HOLD_NOTHING = frozenset([Tensor, nn.Parameter, *HOLDS_NOTHING])  # arguments, mostly
 
@@ -120,16 +120,20 @@ def _held_by(unit: Unit, modules: Sequence[Any], known: Known, leaves: LookedThr
         held = look_into(unit.call, (*unit.args, *unit.kwargs.values()), known, leaves)
         held.note(CHANGING & SURE & unit.kwargs.keys())
         return held
-    # Of a group the modules with buffers that it calls here; what else it holds is its own business.
+    # Of a group the modules with buffers that it calls here, and generators; what else it holds is its own business.
     members = [modules[i].stands_for for i in unit.positions if hasattr(type(modules[i]), "stands_for")]
-    parts = [part for one in members for part in look_into(one).parts]
-    return Held(parts=[part for part in parts if part._buffers or NOT_MADE_YET in vars(part)])
+    looks = [look_into(one) for one in members]
+    parts = [part for own in looks for part in own.parts if part._buffers or NOT_MADE_YET in vars(part)]
+    return Held(parts=parts, generators=[one for own in looks for one in own.generators])
 
 
 def must_be_in_turn(func: type[Function], args_per_call: Sequence[Sequence[Any]]) -> bool:
-    """Whether calls of an autograd function may not run side by side: for a tensor, or for a reason of `named`."""
+    """Whether calls of an autograd function may not run side by side: for an argument, or a reason of `named`."""
     taken = [*itertools.chain.from_iterable(args_per_call)]
     if not _HOLD_NOTHING.issuperset(map(type, taken)):
+        generators = [one for one in taken if isinstance(one, torch.Generator)]
+        if len({*map(id, generators)}) < len(generators):
+            return True
         once = {id(one): one for one in taken}.values()  # mostly all calls take the same vocabulary
         held = [tensor for _, tensor in tensors_in_objects(once)]
         if are_for_one_call([*taken, *held]):
@@ -145,5 +149,5 @@ def must_be_in_turn(func: type[Function], args_per_call: Sequence[Sequence[Any]]
         for held in vars(kind).values()
         for one in functions_within(held)
     ]
-    shared = shared_modules([look_into(own, args).parts for args in args_per_call])
+    shared = shared_among([look_into(own, args).parts for args in args_per_call])
     return any(map(may_be_changed, itertools.chain(*shared)))

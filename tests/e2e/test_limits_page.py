@@ -56,6 +56,59 @@ def test_a_child_that_goes_on_behind_its_call(capfd: pytest.CaptureFixture[str])
     assert "expected to end in the call that it was forked in" in capfd.readouterr().err
 
 
+@of(
+    "where a module has them in an object, a set, a `partial`, a bound method, a hook, its class, or a default"
+)
+@pytest.mark.parametrize(("is_hidden", "expected"), [(False, 2.0), (True, 1.0)])
+def test_a_part_that_calls_share_in_an_object(is_hidden: bool, expected: float) -> None:
+    norm, is_through = nn.BatchNorm1d(1, momentum=1.0), threading.Event()
+
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = [types.SimpleNamespace(norm=norm) if is_hidden else norm]
+
+        def forward(self, x: Tensor) -> Tensor:
+            if is_hidden and x[0, 0] == 1:
+                assert is_through.wait(60)
+            (held,) = self.held
+            y: Tensor = held.norm(x) if is_hidden else held(x)
+            is_through.set()
+            return y
+
+    parallel_apply([Expert(), Expert()], [(torch.full((2, 1), value),) for value in (1.0, 2.0)])
+    assert norm.running_mean is not None
+    assert norm.running_mean.item() == expected
+
+
+@of("and where the backward of a module's call, or a hook there, draws from it")
+@of("where functions of `map_with_parallel_backward` reach it otherwise than as an argument")
+def test_generators_that_calls_share_unseen() -> None:
+    generator, both_are_here = torch.Generator(), threading.Barrier(2)
+
+    def draws(x: Tensor) -> Tensor:
+        both_are_here.wait(60)
+        return x * torch.rand(x.shape, generator=generator)
+
+    class Draws(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return draws(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    def draws_in_backward(x: Tensor) -> Tensor:
+        y = x * 1
+        y.register_hook(draws)
+        return y
+
+    map_with_parallel_backward(Draws, (leaf(),), (leaf(),))
+    first, second = parallel_apply([draws_in_backward] * 2, [(leaf(),), (leaf(),)])
+    (first + second).sum().backward()
+
+
 @of("a lock which the caller holds waits for ever, also for an `RLock`")
 @of("What a call sets in a context variable, and does not reset, its caller may see or not")
 @of("`max_concurrency=1` makes all calls and their backwards on the calling thread")

@@ -1,4 +1,4 @@
-"""Find what a callable holds, before it is called: tensors with history, and modules with buffers."""
+"""Find what a callable holds, before it is called: tensors with history, modules, generators of random numbers."""
 
 from __future__ import annotations
 
@@ -89,6 +89,9 @@ def _held_by_all(values: Iterable[object], seen: set[int], own: Held) -> list[Te
             if has_history(held):
                 found.append(held)
             own.talks = own.talks or are_for_one_call([held])
+            continue
+        if isinstance(held, torch.Generator):
+            own.generators.append(held)
             continue
         for value in _held_by(held, own):
             if not isinstance(value, HOLDS_NOTHING) and id(value) not in seen and len(seen) < MOST_LOOKED_AT:

@@ -22,14 +22,18 @@ from moe_autograd.autograd.contents.ranks import (
 )
 from moe_autograd.autograd.contents.reaching import (
     CONTAINERS,
+    MOST_LOOKED_AT,
     Held,
     around_all,
-    flattened,
+    first,
     has_history,
     within,
 )
 
 NOT_MADE_YET = "_initialize_hook"  # attribute of a lazy module until its first call has made its parameters
+# of which a module may have some without having registered them
+_UNREGISTERED = (torch.nn.Module, torch.Generator)
+_LEAD_NOWHERE = PLAIN_VALUES | {Tensor, torch.nn.Parameter}
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
 _LOOKED_AT = frozenset([Tensor, types.FunctionType, *CONTAINERS])  # of its others; most are numbers
 
@@ -39,6 +43,9 @@ def held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
 
     Computed weights stand as attributes, in lists of them, as parameters (`functional_call`), as buffers, or around
     `forward`: in its closure, or in globals that it names. Each module is looked through once for all calls of a map.
+
+    Modules and generators in attributes that `forward` names, and in lists there, are its own as well, though nobody
+    has registered them; but for a module that it is a part of itself.
     """
     key = (id(module), of_all.changes)
     if key not in of_all.known:
@@ -54,7 +61,8 @@ def _look_through(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
     found: list[Tensor] = []
     parts = [module]
     seen = {id(module)}  # a part may lead back to what it is a part of
-    met: dict[int, object] = {}  # classes and functions by their `id`, looked at once
+    met: dict[int, object] = {}  # functions by their `id`, looked at once
+    named: dict[type, Sequence[str]] = {}  # attributes, by the classes that are met
 
     def add(modules: Iterable[torch.nn.Module | None]) -> None:
         new = {id(one): one for one in modules if one is not None and id(one) not in seen}
@@ -69,15 +77,22 @@ def _look_through(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
         around = _in_attributes(attributes, found, of_all, met)
         weights = [*parameters.values()]  # at once, as other threads may add some
         found += _with_history((*weights, *buffers.values()))
-        if id(kind := type(part)) not in met:
-            met[id(kind)] = kind
+        if (kind := type(part)) not in named:
+            named[kind] = globals_of(kind, getattr(kind, "forward", None)).attributes
             around += _around_forward(kind, of_all)
-        if of_all.changes:  # what `functional_call` runs is often hidden from `modules()`, in a list
-            add(_modules_in(attributes))
         if around:
             around = [held.get(None) if isinstance(held, contextvars.ContextVar) else held for held in around]
             found += within(around)
-            add(held for held in around if isinstance(held, torch.nn.Module))
+        if of_all.changes:  # what `functional_call` runs is often hidden from `modules()`, in a list
+            around += _unregistered([attributes.get(name) for name in sorted(attributes.keys() - _OF_TORCH)])
+        for name in named[kind]:
+            of = type(held := attributes.get(name))
+            if of in CONTAINERS or issubclass(of, _UNREGISTERED):
+                unregistered = _unregistered(held if of in CONTAINERS else [held])
+                around += unregistered and [one for one in unregistered if not _has_part(one, part)]
+        if around:
+            of_all.generators += [held for held in around if issubclass(type(held), torch.Generator)]
+            add(held for held in around if issubclass(type(held), torch.nn.Module))
         if (
             isinstance(part, talking)
             or (weights and are_for_one_call(weights))
@@ -138,10 +153,29 @@ def _computed_for_all(part: torch.nn.Module, children: dict[str, Any]) -> list[T
     return [weight for weight in weights if weight.grad_fn is not None]
 
 
-def _modules_in(attributes: dict[str, Any]) -> list[torch.nn.Module]:
-    """Return the modules that stand as attributes and in lists of them, as they may do unregistered."""
-    own = [attributes.get(name) for name in sorted(attributes.keys() - _OF_TORCH)]
-    return [value for value in flattened(own) if isinstance(value, torch.nn.Module)]
+def _unregistered(container: Any) -> list[Any]:
+    """Return the modules and generators in nested lists, tuples and dictionaries."""
+    found, containers = list[Any](), [container]
+    for held in containers:  # grows
+        values = first(dict.values, held) if type(held) is dict else held[:MOST_LOOKED_AT]
+        if not _LEAD_NOWHERE.issuperset(map(type, values)):  # mostly
+            found += [one for one in values if issubclass(type(one), _UNREGISTERED)]
+            room = MOST_LOOKED_AT - len(containers)
+            containers += [one for one in values if type(one) in CONTAINERS][: max(0, room)]
+    return found
+
+
+def _has_part(one: Any, part: torch.nn.Module) -> bool:
+    """Whether a module has another one as a part, at any depth."""
+    to_visit, seen = [one], {id(one)}
+    for whole in to_visit:  # grows
+        parts = [*(getattr(whole, "__dict__", {}).get("_modules") or {}).values()]
+        if any(own is part for own in parts):
+            return True
+        new = {id(own): own for own in parts if own is not None and id(own) not in seen}
+        seen.update(new)
+        to_visit += new.values()
+    return False
 
 
 def _with_history(tensors: Sequence[Tensor | None]) -> list[Tensor]:

@@ -65,6 +65,7 @@ class Places(NamedTuple):
         forward: its code.
         places: of the globals.
         followed: those that are functions, which a notebook may define anew.
+        attributes: that it names, and so do the methods and functions of its file that it calls.
         telling: those of `CHANGING`, `SETTING` and `TALKING`.
     """
 
@@ -72,6 +73,7 @@ class Places(NamedTuple):
     forward: Any
     places: Sequence[_Place]
     followed: Sequence[_Followed]
+    attributes: Sequence[str]
     telling: frozenset[str]
 
     def is_up_to_date(self, kind: type, forward: Any) -> bool:
@@ -156,13 +158,15 @@ def globals_of(kind: type, forward: Any) -> Places:
 
 def _find_globals_of(
     kind: type, forward: Any
-) -> tuple[Sequence[_Place], Sequence[_Followed], frozenset[str]]:
+) -> tuple[Sequence[_Place], Sequence[_Followed], Sequence[str], frozenset[str]]:
     """Look at the forward of a class, those of its bases, and the methods and functions of its file that they call."""
     functions = _functions_of(kind if issubclass(kind, Function) else forward)
     owners = [vars(owner) for owner in kind.__mro__ if not owner.__module__.startswith(TORCHS)]
-    places, followed = {}, list[_Followed]()
+    places, followed, attributes = {}, list[_Followed](), dict[str, None]()
     for function in functions:  # grows
         namespace, names = function.__globals__, names_of(function.__code__)
+        if not is_torchs(namespace):
+            attributes |= dict.fromkeys(names.of_attributes)
         called = [
             one
             for name in ("forward", *names.of_attributes)
@@ -180,7 +184,7 @@ def _find_globals_of(
         functions += [f for f in called if isinstance(f, types.FunctionType) and f not in functions]
     told = frozenset[str]().union(*map(telling_names, functions))
     telling = told - {"data"}  # set in methods that are named, and mostly never run
-    return tuple(places.values()), tuple(followed), telling
+    return tuple(places.values()), tuple(followed), tuple(attributes), telling
 
 
 def functions_within(value: object) -> list[object]:

@@ -23,7 +23,7 @@ from moe_autograd.autograd.contents.telling import CHANGING, SETTING, TALKING, n
 
 MOST_LOOKED_AT = 256  # objects that one callable holds
 CONTAINERS = frozenset([list, tuple, dict])
-_FOLLOWED_BY_NAME = (Tensor, torch.nn.Module, contextvars.ContextVar, list, tuple, dict)
+_FOLLOWED_BY_NAME = (Tensor, torch.nn.Module, torch.Generator, contextvars.ContextVar, list, tuple, dict)
 
 Cut = tuple[GradientEdge, Tensor]  # where an inner graph ends, and the outer tensor that stands there
 # what a module holds, and the tensors with history among it, by its `id` and whether its caller `changes` modules
@@ -37,6 +37,7 @@ class Held:
     Args:
         cuts: the tensors with history (Rule 3 of `module_calls`).
         parts: all modules.
+        generators: of random numbers, which calls that share them draw from one after the other.
         compiled: the modules and functions that `torch.compile` has made (`compiled`).
         talks: whether something runs collectives, by itself or for its weights, or a tensor is for one call (`ranks`).
         changes: whether something changes a module for as long as it runs (`named`, rule 1).
@@ -46,6 +47,7 @@ class Held:
 
     cuts: list[Cut] = dataclasses.field(default_factory=list)
     parts: list[torch.nn.Module] = dataclasses.field(default_factory=list)
+    generators: list[torch.Generator] = dataclasses.field(default_factory=list)
     compiled: list[object] = dataclasses.field(default_factory=list)
     talks: bool = False
     changes: bool = False
@@ -55,6 +57,7 @@ class Held:
     def add(self, module: Held) -> None:
         """Add what a module holds."""
         self.parts += module.parts
+        self.generators += module.generators
         self.compiled += module.compiled
         self.talks, self.changes = self.talks or module.talks, self.changes or module.changes
         self.sets = self.sets or module.sets
