@@ -7,7 +7,7 @@ groups a `state_dict` has what an optimizer adds to it by an override or a hook.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from experts_server.checkpoints.plain import (
     check_is_text,
     group_of,
     is_plain,
+    is_same,
     kinds_of_sequences,
     of_kind,
 )
@@ -34,9 +35,18 @@ _LOOKING_ONCE = (torch.optim.Adam, torch.optim.RMSprop)
 
 
 def take_optimizer(
-    place: str, optimizer: torch.optim.Optimizer, module: nn.Module
+    place: str,
+    optimizer: torch.optim.Optimizer,
+    module: nn.Module,
+    changed_in_groups: Sequence[tuple[str, Any]],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return its tensors (not yet copied), and what a snapshot says of it besides.
+
+    Args:
+        place: of it, for errors.
+        optimizer: it.
+        module: whose weights it has.
+        changed_in_groups: keys and values of what is not as it was built, and will be another object after a restart.
 
     Raises:
         CheckpointError: some of it is neither a tensor nor a plain value, or would not be in two places, or in memory
@@ -51,21 +61,20 @@ def take_optimizer(
     first_names: dict[int, str] = {}
     for index, key, value in _entries_of_state(place, saved["state"]):
         name = f"{index}.{key}"
-        if isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__"):  # made of others
-            first = first_names.setdefault(id(value), name)
+        first = first_names.setdefault(id(value), name) if isinstance(value, Tensor | list | dict) else name
+        if first != name:
+            also_under.setdefault(first, []).append(name)
+        elif isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__"):  # made of others
             if is_within_itself(value):
                 raise cannot_hold(
                     f"{place}, state {key!r}", value, "a tensor whose elements each have memory of their own"
                 )
-            if first == name:
-                tensors[f"optimizer.{name}"] = value
-            else:
-                also_under.setdefault(first, []).append(name)
+            tensors[f"optimizer.{name}"] = value
         elif is_plain(value):
             scalars[name] = value
         else:
             raise cannot_hold(f"{place}, state {key!r}", value)
-    _check_memory(place, optimizer, module, tensors)
+    _check_memory(place, optimizer, module, tensors, changed_in_groups)
     _check_lists(place, optimizer, scalars)
     entries_of_its_own = {key: value for key, value in saved.items() if key not in _OF_TORCH}
     for key, value in entries_of_its_own.items():
@@ -81,25 +90,33 @@ def take_optimizer(
 
 
 def _check_memory(
-    place: str, optimizer: torch.optim.Optimizer, module: nn.Module, state: Mapping[str, Tensor]
+    place: str,
+    optimizer: torch.optim.Optimizer,
+    module: nn.Module,
+    state: Mapping[str, Tensor],
+    changed_in_groups: Sequence[tuple[str, Any]],
 ) -> None:
-    """Raise `CheckpointError` where state or a group has memory of the module, or state that of state or of a group."""
-    of_groups = list(_entries_of_groups(optimizer))
+    """Raise `CheckpointError` where state has memory of other state, of a group or of the module, or a group of that.
+
+    What a group was built with is the same object after a restart.
+    """
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     tensors = {id(one): one for one in (*trained, *module.parameters(), *module.buffers())}
     of_module = [(None, tensor) for tensor in tensors.values()]
     in_groups = [
         (str(number), leaf)
-        for number, (_, value) in enumerate(of_groups)
-        for leaf in tree_leaves(value)
-        if isinstance(leaf, Tensor)
+        for number, (_, value) in enumerate(changed_in_groups)
+        for leaf in _tensors_in(value)
     ]
     if (number := first_that_shares([*of_module, *in_groups], only_with_nameless=True)) is not None:
-        key, value = of_groups[int(number)]
+        key, value = changed_in_groups[int(number)]
         raise cannot_hold(
             f"{place}, group {key!r}", value, "a tensor that has no memory of a weight or a buffer"
         )
-    others = [*of_module, *((None, leaf) for _, leaf in in_groups)]
+    others = [
+        *of_module,
+        *((None, leaf) for _, value in _entries_of_groups(optimizer) for leaf in _tensors_in(value)),
+    ]
     if (name := first_that_shares([*others, *state.items()])) is not None:
         key = name.split(".", 2)[2]
         raise cannot_hold(
@@ -107,8 +124,12 @@ def _check_memory(
         )
 
 
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
 def _check_lists(place: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` where a list or dict of state stands in other state, or in a group, as well."""
+    """Raise `CheckpointError` where a list or dict within state stands elsewhere in state, or in a group, as well."""
     seen = {id(one) for _, value in _entries_of_groups(optimizer) for one in changeable(value)}
     for name, value in state.items():
         for one in changeable(value):
@@ -149,7 +170,11 @@ def load_optimizer(
         plain: of the snapshot.
     """
     state, entries = _state_of_optimizer(tensors, plain), plain["optimizer_entries"]
+    built = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict({**copy.deepcopy(entries), "state": state, "param_groups": groups})
+    for group, own, loaded in zip(optimizer.param_groups, built, groups, strict=True):
+        # The module may have it as well, or whoever made the optimizer.
+        group.update((key, own[key]) for key in loaded.keys() & own.keys() if is_same(own[key], loaded[key]))
     _undo_casts(optimizer, state)
     _add_state_of_new_settings(optimizer)
 

@@ -54,7 +54,7 @@ def changed(place: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> Ch
     removed = [key for key in before if key not in now]
     check_is_text(place, removed)
     for key, value in now.items():
-        if key in before and _is_same(value, before[key]):
+        if key in before and is_same(value, before[key]):
             continue
         check_is_text(place, [key])
         dtype = _dtype_of_numbers(value)
@@ -136,7 +136,7 @@ def _dtype_of_numbers(value: Any) -> torch.dtype | None:
     return None
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def is_same(value: Any, other: Any) -> bool:
     """Whether all in it is as in the other, to the class and the sign of a zero; a NaN is, too.
 
     What cannot be compared is not.
@@ -144,9 +144,9 @@ def _is_same(value: Any, other: Any) -> bool:
     if type(value) is not type(other):
         return False
     if isinstance(value, dict):  # in their order
-        return _is_same([*value.items()], [*other.items()])
+        return is_same([*value.items()], [*other.items()])
     if isinstance(value, list | tuple):
-        return len(value) == len(other) and all(map(_is_same, value, other))
+        return len(value) == len(other) and all(map(is_same, value, other))
     try:
         if isinstance(value, Tensor):
             is_alike = value.dtype == other.dtype and value.shape == other.shape

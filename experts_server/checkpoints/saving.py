@@ -13,6 +13,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from experts_server.checkpoints.checkpoint import CheckpointFolder
 from experts_server.checkpoints.snapshot import (
     Snapshot,
+    check_can_be_saved,
     check_fits,
     differing_keys,
     entries_in,
@@ -100,6 +101,7 @@ class Saver:
         for hosted, snapshot in fitting:  # only now: all of them are restored, or none
             with hosted.in_memory(for_update=True):
                 restore(hosted, snapshot)
+                check_can_be_saved(hosted)  # another version may have saved more
         logger.info("loaded %s", name)
 
     def _first_snapshots(self) -> Iterator[Snapshot]:

@@ -56,6 +56,18 @@ def take(hosted: HostedExpert) -> Snapshot:
     Raises:
         CheckpointError: some of it is neither a tensor nor a plain value, or a tensor of a kind that has no plain copy.
     """
+    tensors, plain = _state_of(hosted)
+    copied = {name: _copy(f"expert {hosted.name!r}, {name!r}", tensor) for name, tensor in tensors.items()}
+    return Snapshot(copied, plain)
+
+
+def check_can_be_saved(hosted: HostedExpert) -> None:
+    """Raise `CheckpointError` as `take` would, but for what shows when it copies."""
+    _state_of(hosted)
+
+
+def _state_of(hosted: HostedExpert) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors (not yet copied) and the plain values of the expert's state."""
     tensors = {}
     state = hosted.module.state_dict()
     for key, value in state.items():
@@ -69,19 +81,15 @@ def take(hosted: HostedExpert) -> Snapshot:
     random_state = hosted.caller.random.state()
     if random_state is not None:
         tensors["random"] = random_state
-    copied = {name: _copy(f"expert {hosted.name!r}, {name!r}", tensor) for name, tensor in tensors.items()}
-    return Snapshot(
-        copied,
-        {
-            **_identity(hosted),
-            "module": type(hosted.module).__module__,
-            "replica": hosted.replica,
-            "metadata": _plain_metadata(hosted.name, metadata_of(state)),
-            "trained": _trained(hosted),
-            **trained,
-            "ledger": hosted.ledger.to_plain(),
-        },
-    )
+    return tensors, {
+        **_identity(hosted),
+        "module": type(hosted.module).__module__,
+        "replica": hosted.replica,
+        "metadata": _plain_metadata(hosted.name, metadata_of(state)),
+        "trained": _trained(hosted),
+        **trained,
+        "ledger": hosted.ledger.to_plain(),
+    }
 
 
 def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
@@ -134,12 +142,6 @@ def _trained(hosted: HostedExpert) -> list[str]:
 def _take_training(trainer: Trainer, module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors (not yet copied) and the plain values of a training's state."""
     place = f"expert {trainer.name!r}, optimizer"
-    tensors, of_optimizer = take_optimizer(place, trainer.training.optimizer, module)
-    gathered = trainer.gathered.by_client()
-    for client_id, entry in gathered.items():
-        for place_of_grad, grad in enumerate(entry.grads):
-            if grad is not None:
-                tensors[f"gathered.{client_id.hex()}.{place_of_grad}"] = grad
     groups, schedule = trainer.training.settings()
     built_groups, built_schedule = trainer.training.built_with
     if len(groups) != len(built_groups):
@@ -149,11 +151,18 @@ def _take_training(trainer: Trainer, module: nn.Module) -> tuple[dict[str, Tenso
         )
     of_schedule = changed(f"{place}.schedule", schedule, built_schedule)
     of_groups = [changed(f"{place}, group", *pair) for pair in zip(groups, built_groups, strict=True)]
-    in_groups = [
-        (key, now[key]) for now, of_it in zip(groups, of_groups, strict=True) for key in of_it.values
-    ]
+    in_groups, in_live_ones = (
+        [(key, group[key]) for group, of_it in zip(these, of_groups, strict=True) for key in of_it.values]
+        for these in (groups, trainer.training.optimizer.param_groups)
+    )
     # A schedule's lists may be one: it makes others of them, as `SequentialLR` does. Its tensors are those of groups.
     check_apart(f"{place}, group", [*((key, schedule[key]) for key in of_schedule.dtypes), *in_groups])
+    tensors, of_optimizer = take_optimizer(place, trainer.training.optimizer, module, in_live_ones)
+    gathered = trainer.gathered.by_client()
+    for client_id, entry in gathered.items():
+        for place_of_grad, grad in enumerate(entry.grads):
+            if grad is not None:
+                tensors[f"gathered.{client_id.hex()}.{place_of_grad}"] = grad
     return tensors, {
         "num_updates": trainer.num_updates,
         "update": trainer.training.update,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ def keeping_objects(hosted: HostedExpert) -> Iterator[None]:
     containers = [one for one in of_parts if isinstance(one, dict)]
     if (training := hosted.training) is not None:
         of_optimizer = getattr(training.optimizer, "__dict__", {})  # a wrapper may be of no class of torch's
-        containers += _containers_in([of_optimizer, training.schedule], set())
-    before = [(one, one.copy()) for one in containers]
+        containers += _containers_in([of_optimizer, training.schedule])
+    before = [(one, _contents_of(one)) for one in containers]
     try:
         yield
     finally:
@@ -34,27 +35,43 @@ def keeping_objects(hosted: HostedExpert) -> Iterator[None]:
             _put_back(one, contents)
 
 
-def _containers_in(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield each dict and list in it, once; those of its attributes, too, where it is an optimizer or a schedule."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.optim.Optimizer | LRScheduler):
-        yield from _containers_in(vars(value), seen)
-    if isinstance(value, LambdaLR | MultiplicativeLR):  # attributes of its functions are in its `state_dict`
-        yield from _containers_in([*map(vars, value.lr_lambdas)], seen)
-    if isinstance(value, dict | list):
-        yield value
-    if isinstance(value, dict | list | tuple):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _containers_in(one, seen)
+def _containers_in(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield each dict and list in them, once; those of the attributes of optimizers and schedules, too."""
+    to_visit, seen = [*values], set[int]()
+    for value in to_visit:  # grows
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.optim.Optimizer | LRScheduler):
+            to_visit.append(vars(value))
+        if isinstance(
+            value, LambdaLR | MultiplicativeLR
+        ):  # attributes of its functions are in its `state_dict`
+            to_visit += map(vars, value.lr_lambdas)
+        if isinstance(value, dict | list):
+            yield value
+        if isinstance(value, dict | list | tuple):
+            contents = _contents_of(value)
+            to_visit += contents.values() if isinstance(contents, dict) else contents
+
+
+def _contents_of(container: Any) -> dict[Any, Any] | list[Any]:
+    """Return what is in it, whatever its class makes of that."""
+    if isinstance(container, dict):
+        return dict(dict.items(container))
+    return [*(list if isinstance(container, list) else tuple).__iter__(container)]
 
 
 def _put_back(container: Any, contents: Any) -> None:
+    """Have in it what was there; where that is there still, it need not be such that it can be written to."""
     if isinstance(container, list):
-        container[:] = contents
+        now = _contents_of(container)
+        if len(now) != len(contents) or any(one is not own for one, own in zip(now, contents, strict=True)):
+            list.__setitem__(container, slice(None), contents)
         return
-    for key in [key for key in container if key not in contents]:
-        del container[key]
-    for key, one in contents.items():  # `update` of a `Counter` would add them up
-        container[key] = one
+    kind = OrderedDict if isinstance(container, OrderedDict) else dict  # `update` of a `Counter` adds
+    for key in [key for key in dict.keys(container) if key not in contents]:
+        kind.__delitem__(container, key)
+    for key, own in contents.items():
+        if dict.get(container, key, contents) is not own:
+            kind.__setitem__(container, key, own)

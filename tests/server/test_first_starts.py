@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ConstantLR,
@@ -200,6 +202,33 @@ def test_a_module_has_the_same_objects_after_a_first_start(
         assert_same_objects(module, before)
 
 
+class Appending(list[Any]):
+    """What is in it stays."""
+
+    def __setitem__(self, *_: object) -> None:
+        raise TypeError("only append")
+
+
+class Settled(torch.optim.SGD):
+    """Has what cannot be written to, copied or looked through by recursion."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.settings = immutable_dict(rates=immutable_list([0.1]))
+        self.counts = collections.defaultdict(list, one=Appending([1]))
+        self.deep: list[Any] = []
+        for _ in range(3000):
+            self.deep = [self.deep]
+
+
+def test_an_optimizer_may_have_containers_that_cannot_be_written_to(tmp_path: Path) -> None:
+    module = nn.Linear(D, D)
+    optimizer = Settled(module.parameters())
+    before = dict(vars(optimizer))
+    with serving(module, Training(optimizer), tmp_path):
+        assert all(vars(optimizer)[key] is value for key, value in before.items())
+
+
 def test_an_optimizer_that_does_not_load_what_it_has_saved_is_as_before(tmp_path: Path) -> None:
     module = nn.Linear(D, D)
     training = Training(Closing(list(module.parameters())))
@@ -215,6 +244,27 @@ def test_so_has_one_within_a_wrapper_of_another_class(tmp_path: Path) -> None:
     before = objects_in(wrapped.inner)
     with serving(module, Training(wrapped), tmp_path):
         assert_same_objects(wrapped.inner, before)
+
+
+class KeepingWhatItLoads(torch.optim.SGD):
+    """Can be saved until it has been loaded."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.param_groups[0]["loaded"] = object()
+
+
+def test_what_cannot_be_saved_after_a_load_is_known_at_the_start(tmp_path: Path) -> None:
+    """Each save was refused, the last one, too."""
+
+    def server() -> ExpertsServer:
+        module = nn.Linear(D, D)
+        return serving(module, Training(KeepingWhatItLoads(module.parameters(), lr=0.1)), tmp_path)
+
+    with server():
+        pass
+    with pytest.raises(CheckpointError, match="group 'loaded': expected a value that JSON gives back"):
+        server().start()
 
 
 def test_a_rate_that_is_set_in_a_group_from_before_the_first_start_counts(tmp_path: Path) -> None:

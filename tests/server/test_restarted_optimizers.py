@@ -275,7 +275,7 @@ def test_state_whose_elements_are_in_one_memory_is_refused_by_name() -> None:
 
 
 class Listing(Slowing):
-    """Counts for all weights in one list, which is in the state of each, and in the group if it is told to."""
+    """Counts for all weights in one list, which is in the state of each, or in the group as well."""
 
     is_in_group = False
 
@@ -303,7 +303,11 @@ class ListingTwice(Slowing):
         return 1.0
 
 
-@pytest.mark.parametrize("make", [Listing, ListingInItsGroup, ListingTwice])
+def test_a_list_in_the_state_of_several_weights_is_one_after_a_restart(tmp_path: Path) -> None:
+    assert_goes_on(Listing, tmp_path)
+
+
+@pytest.mark.parametrize("make", [ListingInItsGroup, ListingTwice])
 def test_a_list_or_dictionary_of_state_that_stands_in_two_places_is_refused_by_name(make: Make) -> None:
     """There were two after a restart: what was appended to the one, the other did not have."""
     client = Client(hosted(training(make)))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from experts_server.checkpoints.snapshot import take
+from experts_server.checkpoints.snapshot import restore, take
 from experts_server.hosting.training import Training
 from moe_autograd.errors import CheckpointError
 from tests.server.test_restarted_optimizers import Slowing, train
@@ -51,15 +51,38 @@ def test_what_an_optimizer_keeps_in_the_memory_of_its_module_is_refused_by_name(
         (group,) = training.optimizer.param_groups
         state = training.optimizer.state[group["params"][0]]
         (state if is_in_state else group)["kept"] = place(module) if is_in_state else [place(module)]
-        return Training(training.optimizer)  # built with it
+        return training
 
+    of_group = "(tensor that has no memory of a weight or a buffer|value that JSON gives back), got list"
     said = (
         "optimizer, state 'kept': expected a tensor that has no memory of another one, got"
         if is_in_state
-        else "optimizer, group 'kept': expected a tensor that has no memory of a weight or a buffer, got list"
+        else f"optimizer, group 'kept': expected a {of_group}"
     )
     with pytest.raises(CheckpointError, match=said):
         take(hosted(make))
+
+
+def test_what_a_group_was_built_with_is_the_same_after_a_load() -> None:
+    """It was a copy: of a mask that is a buffer, the group had another one."""
+
+    def make(module: nn.Module) -> Training:
+        training = with_more(module)
+        training.optimizer.param_groups[0] |= {"mask": module.get_buffer("counts"), "settings": {"of": [1]}}
+        return Training(training.optimizer)
+
+    expert = hosted(make)
+    assert expert.trainer is not None
+    (group,) = expert.trainer.training.optimizer.param_groups
+    mask, settings = group["mask"], group["settings"]
+    group["lr"] = 0.5
+    saved = take(expert)
+    group["lr"] = 0.25
+    restore(expert, saved)
+    (now,) = expert.trainer.training.optimizer.param_groups
+    assert now["mask"] is mask
+    assert now["settings"] is settings
+    assert now["lr"] == 0.5
 
 
 def test_groups_that_were_built_with_tensors_in_the_memory_of_each_other_are_saved() -> None:
