@@ -44,8 +44,8 @@ class ExpertsServer:
     Raises:
         ConfigError: an option or a name is not allowed, an optimizer wants more than gradients for a step, or an
             expert that it is to train has parts that are trained elsewhere; on entry, if the address is in use, an
-            expert uses a weight that another one trains, or its module with frozen ones, or a call in it has outlasted
-            the stop of an earlier server.
+            expert uses a weight or a module of one that is trained, or a call in it has outlasted the stop of an
+            earlier server.
         CheckpointError: on entry, no checkpoint in the folder is whole or fits; at the end, the last save failed.
         TypeError: `experts` are not modules by name, or `optimizer` makes no optimizers.
 

@@ -75,8 +75,8 @@ class ExpertServer:
         opened: a context to run users' code in, for whoever holds Ctrl-C back meanwhile (`_interrupts`).
 
     Raises:
-        ConfigError: two experts share a weight that one of them trains, or its module, or a call of a server that has
-            stopped still computes in one; from `start`, if the address cannot be used.
+        ConfigError: two experts share a weight or a module, and one is trained, or a call of a server that has stopped
+            still computes in one; from `start`, if the address cannot be used.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ExpertServer:
             if_refused.callback(self.pool.close, 0)
             with opened():
                 modules = {name: hosting.module for name, hosting in experts.items()}
-                check_shared(modules, {name: hosting.training for name, hosting in experts.items()})
+                check_shared(modules, [name for name, hosting in experts.items() if hosting.training])
                 check_at_rest(modules)
                 queues = [self._queue_of(name, hosting) for name, hosting in experts.items()]
             self.registry = Registry(queues, self.pool, self.queue_limits)

@@ -85,37 +85,6 @@ def test_losses_and_weights_are_those_of_local_training(name, num_servers):
         assert 0 < updates[expert] <= 20
 
 
-class Adapted(nn.Module):
-    """A layer of frozen weights that others have as well, and what is trained beside it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = copy.deepcopy(base, {id(weight): weight for weight in base.parameters()})
-        self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-def test_adapters_of_one_frozen_base_are_trained_as_here(tmp_path):
-    base = nn.Linear(16, 16).requires_grad_(False)
-    local = {f"adapter.{index}": Adapted(base) for index in range(8)}
-    hosted = copy.deepcopy(local)
-    make_optimizer = OPTIMIZERS["adam"]
-    model = make_model(local)
-    expected = train(model, [make_optimizer(model.parameters())])
-    with (
-        ExpertsServer(hosted, optimizer=make_optimizer, config={"checkpoint_dir": tmp_path}) as server,
-        connect(server.address) as experts,
-    ):
-        model = make_model(experts)
-        losses = train(model, [make_optimizer(model.parameters()), RemoteOptimizer(experts)])
-    assert losses == pytest.approx(expected, rel=1e-4)
-    for expert, module in hosted.items():
-        assert module.base.weight is hosted["adapter.0"].base.weight
-        torch.testing.assert_close(module.state_dict(), local[expert].state_dict(), rtol=1e-4, atol=1e-5)
-
-
 def test_a_hook_of_the_optimizer_here_steps_the_servers_where_a_trainer_calls_nothing_else():
     make_optimizer = OPTIMIZERS["adam"]
     local = make_experts()

@@ -162,17 +162,17 @@ def test_weights_that_two_experts_use_are_refused_if_one_of_them_trains_them() -
         assert len(client.info().experts) == 2
 
 
-@pytest.mark.parametrize(
-    "shared", [nn.Linear(D, D).requires_grad_(False), nn.BatchNorm1d(D, affine=False)], ids=str
-)
-def test_modules_with_frozen_weights_or_buffers_that_two_experts_use_are_refused_if_one_is_trained(
-    shared: nn.Module,
-) -> None:
+SHARED = [nn.Linear(D, D).requires_grad_(False), nn.BatchNorm1d(D, affine=False), nn.Dropout(0.5)]
+
+
+@pytest.mark.parametrize("shared", SHARED, ids=str)
+def test_modules_that_two_experts_use_are_refused_if_one_of_them_is_trained(shared: nn.Module) -> None:
+    """Of a dropout, that of the one was off once the other had evaluated; statistics were added up side by side."""
     activation = nn.ReLU()
     experts = {name: nn.Sequential(shared, nn.Linear(D, D), activation) for name in "ab"}
     with (
         pytest.raises(
-            ConfigError, match=r"'b': expected modules that no other expert uses, got '0', which expert 'a'"
+            ConfigError, match=r"'b': expected (weights|modules) that no other .*, got '0(\.weight)?', .* 'a'"
         ),
         ExpertsServer(experts, optimizer=sgd),
     ):
@@ -181,24 +181,6 @@ def test_modules_with_frozen_weights_or_buffers_that_two_experts_use_are_refused
         pass
     experts["b"][0] = copy.deepcopy(shared)
     with ExpertsServer(experts, optimizer=sgd):
-        pass
-
-
-def test_frozen_weights_may_be_shared_if_each_expert_has_a_module_of_its_own() -> None:
-    shared = nn.Linear(D, D).requires_grad_(False)
-    experts = {name: nn.Sequential(shared, nn.Linear(D, D)) for name in "ab"}
-    experts["b"][0] = copy.deepcopy(shared, {id(weight): weight for weight in shared.parameters()})
-    with ExpertsServer(experts, optimizer=sgd) as server, WireClient(server.address) as client:
-        assert all(expert.is_trained for expert in client.info().experts)
-
-    # as they may thaw
-    def of_the_shared_as_well(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return sgd([*parameters, *shared.parameters()])
-
-    with (
-        pytest.raises(ConfigError, match=r"expert 'b': expected weights that no other expert uses"),
-        ExpertsServer(experts, optimizer=of_the_shared_as_well),
-    ):
         pass
 
 
