@@ -213,13 +213,13 @@ class ExpertQueue:
             waiting = self._waiting.take_all()
         for call in waiting:
             self._limits.give_back([call])
-            call.reply(
-                call,
-                ServerUnavailableError(
-                    f"expert {self.hosted.name!r}: expected to begin before the server stops, got a stop first. "
-                    "Nothing was done; call another one."
-                ),
-            )
+            call.reply(call, self._stopped())
+
+    def _stopped(self) -> ServerUnavailableError:
+        return ServerUnavailableError(
+            f"expert {self.hosted.name!r}: expected to begin before the server stops, got a stop first. "
+            "Nothing was done; call another one."
+        )
 
     # ---- waiting
 
@@ -293,6 +293,8 @@ class ExpertQueue:
             if len(batch) == 1:
                 self.hosted.failures.note(self.hosted.name, error)
                 return [error]
+        if self._is_closed:  # they would begin anew, each by itself
+            return [self._stopped() for _ in batch]
         return [self._results([call])[0] for call in batch]
 
     def _call_expert(self, batch: list[Call]) -> list[Any]:

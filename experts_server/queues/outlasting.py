@@ -16,13 +16,13 @@ from moe_autograd.errors import ConfigError
 
 
 def check_at_rest(modules: Mapping[str, nn.Module]) -> None:
-    """Refuse a module in which such a call is under way, and one that shares weights or buffers with that.
+    """Refuse a module in which such a call of a trained expert is under way, and one that shares tensors with that.
 
     Raises:
         ConfigError: there is one.
     """
     for turn in turns_of_closed_pools():
-        if not isinstance(turn, ExpertQueue):
+        if not isinstance(turn, ExpertQueue) or turn.hosted.training is None:
             continue
         used = _tensors_of(turn.hosted.module)
         for name, module in modules.items():

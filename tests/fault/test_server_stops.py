@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import logging
 import os
 import threading
@@ -22,7 +24,7 @@ from experts_server.checkpoints.checkpoint import CheckpointFolder
 from experts_server.configuration.config import MemoryConfig, ServingConfig
 from experts_server.hosting.calls import InspectCall
 from moe_autograd.errors import ConfigError
-from tests.support.gated import D, Gated
+from tests.support.gated import D, Gated, Waiting
 from tests.support.held import Held
 from tests.support.hosting import sgd
 from tests.support.servers import START_S, WireClient, tokens, wait_until
@@ -183,6 +185,42 @@ def test_no_call_begins_when_an_expert_that_hung_returns_after_the_stop(
     assert "a turn raised" not in caplog.text
 
 
+class Refusing(Gated):
+    """Raises for what was joined, when it is let go."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if len(x) > 1:
+            raise ValueError("too many rows")
+        return y
+
+
+def test_joined_calls_that_raise_when_they_return_after_the_stop_are_not_made_one_by_one() -> None:
+    expert = Refusing()
+    config = ServingConfig(drain_timeout_s=0.05)
+    server = ExpertsServer({"e": expert}, config=config).start()
+    assert server._server is not None
+    queue, pool = server._server.registry["e"], server._server.pool
+    with contextlib.ExitStack() as clients:
+        calls = [
+            functools.partial(clients.enter_context(client).forward, "e", tokens(1, D))
+            for client in [WireClient(server.address, client_id=bytes([number])) for number in range(3)]
+        ]
+        first = Waiting(calls[0])
+        assert expert.started.acquire(timeout=START_S)
+        callers = [until_cut_off(call) for call in calls[1:]]
+        wait_until(lambda: len(queue) == 2)
+        expert.let_go(1)
+        assert first.result().code == "OK"
+        assert expert.started.acquire(timeout=START_S)
+        server.stop()
+        for caller in callers:
+            caller.join(START_S)
+    expert.let_go()
+    wait_until(lambda: not pool.has_threads)
+    assert expert.rows == [1, 2]
+
+
 def test_gradients_that_are_left_when_an_expert_returns_after_the_stop_are_let_go(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -249,6 +287,18 @@ def test_while_an_update_outlasts_a_stop_no_other_server_hosts_its_module() -> N
     for other in others.values():
         with other:
             pass
+
+
+def test_an_expert_that_is_not_trained_may_be_hosted_again_while_it_hangs(hanging: Gated) -> None:
+    server = ExpertsServer({"e": hanging}, config=ServingConfig(drain_timeout_s=0.05)).start()
+    with WireClient(server.address) as client:
+        caller = until_cut_off(lambda: client.forward("e", tokens(1, D)))
+        assert hanging.started.acquire(timeout=START_S)
+        server.stop()
+        caller.join(START_S)
+    with ExpertsServer({"e": hanging}) as again, WireClient(again.address) as client:
+        hanging.let_go()
+        assert client.forward("e", tokens(1, D)).code == "OK"
 
 
 def test_a_stop_when_a_save_is_due_is_no_failure(
