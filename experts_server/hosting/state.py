@@ -12,7 +12,7 @@ from torch import Tensor
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.loading import keeping_parameters
 from moe_autograd._metadata import merged, metadata_of, of_versions, paths_in, with_metadata
-from moe_autograd.errors import ConfigError, ExpertFailedError, InvalidCallError
+from moe_autograd.errors import ConfigError, ExpertFailedError, InvalidCallError, listed
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.layouts import layout_of, mismatch, num_bytes
 from moe_autograd.wire.status import told
@@ -137,10 +137,17 @@ def load_state(hosted: HostedExpert, state: Mapping[str, Tensor], update: pb.Sta
     """Set all weights or none, once for each (client, sequence); kept graphs go, since they are of other weights.
 
     Raises:
-        ExpertFailedError: the module does not take them.
+        InvalidCallError: the module has other entries by now.
+        ExpertFailedError: it does not take them.
     """
     if hosted.ledger.find(update.client_id, update.sequence, update.settled_below) is None:
         before = copy_state(hosted)
+        if before.keys() != state.keys():
+            raise InvalidCallError(
+                f"state of expert {hosted.name!r}: expected a module that has the entries with which its server "
+                f"started, got others: {listed(sorted(before.keys() ^ state.keys())[:4])}. Have its class make all "
+                "entries when it is built."
+            )
         try:
             _load(hosted, state)
         except Exception as error:  # torch raises when it has set what it could

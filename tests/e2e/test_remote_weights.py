@@ -297,6 +297,18 @@ def test_a_state_that_calls_have_changed_is_refused_once_by_name(made, change, c
     )
 
 
+def test_a_state_of_before_is_refused_once_the_module_has_other_entries():
+    """What fitted was set, and all keys were said to match."""
+    module = Growing()
+    with ExpertsServer({"e": module}) as server, connect(server.address) as experts:
+        before = experts["e"].state_dict()
+        experts["e"](torch.ones(1, 4))
+        weight = module.weight.clone()
+        with pytest.raises(RuntimeError, match=r"state of expert 'e': .* got others: seen\. Have its class"):
+            experts["e"].load_state_dict({key: tensor + 1 for key, tensor in before.items()})
+        torch.testing.assert_close(module.weight, weight, rtol=0, atol=0)
+
+
 def prepared() -> nn.Module:
     quantization = pytest.importorskip("torch.ao.quantization")  # which torch is about to drop
     module = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
