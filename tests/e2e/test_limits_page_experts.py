@@ -39,6 +39,16 @@ class Named(Tensor):
     """A subclass, as of who gives dimensions names."""
 
 
+@of("where a dropout or batch norm evaluates for all once a client lets one evaluate")
+def test_a_dropout_that_hosted_experts_share() -> None:
+    shared, x = nn.Dropout(0.5), torch.ones(64, 2)
+    hosted = {name: nn.Sequential(nn.Linear(2, 2), shared) for name in "ab"}
+    with ExpertsServer(hosted) as server, connect(server.address) as experts:
+        assert (experts["b"](x) == 0).any()
+        experts["a"].eval()(x)
+        assert not (experts["b"](x) == 0).any()
+
+
 @of("**Inputs** are positional, dense tensors with finite values")
 def test_remote_inputs(experts: RemoteExperts) -> None:
     with pytest.raises(InvalidCallError, match="expected finite values"):
