@@ -44,9 +44,8 @@ def _containers_in(values: Iterable[Any]) -> Iterator[Any]:
         seen.add(id(value))
         if isinstance(value, torch.optim.Optimizer | LRScheduler):
             to_visit.append(vars(value))
-        if isinstance(
-            value, LambdaLR | MultiplicativeLR
-        ):  # attributes of its functions are in its `state_dict`
+        # whose functions' attributes are in its `state_dict`
+        if isinstance(value, LambdaLR | MultiplicativeLR):
             to_visit += map(vars, value.lr_lambdas)
         if isinstance(value, dict | list):
             yield value
