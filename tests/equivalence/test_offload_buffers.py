@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.ao import quantization
 
+from moe_autograd import parallel_apply
 from tests.support.offloading import assert_same_weights, both
 
 
@@ -75,6 +78,80 @@ class Swapping(nn.Module):
         self.scale.set_(self.shift)
         self.shift.set_(scale)
         return y
+
+
+class Alternating(nn.Module):
+    """Gives a buffer other memory in turn, and keeps and returns what has that which it had before."""
+
+    def __init__(self, set_it: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.set_it = set_it
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("num_calls", torch.zeros(()))
+        self.made = torch.zeros(8)
+        self.first = self.before = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        self.num_calls += 1  # as of `mean.data` nobody is told
+        self.first = self.mean.view(2, 4) if self.first is None else self.first
+        left, y = self.before, self.linear(x) - self.mean + self.first.view(-1)
+        self.before = before = self.mean.detach()
+        self.made.mul_(2)  # the memory of `mean`, from the second call on
+        self.made = 0.9 * self.mean + x.detach().mean(0)
+        self.set_it(self.mean, self.made)
+        self.made.add_(1)
+        return y, self.mean, before, before[2:], *([] if left is None else [left])
+
+
+def set_data(tensor: Tensor, other: Tensor) -> None:
+    tensor.data = other
+
+
+@pytest.mark.parametrize("num_resident", [1, 3])
+@pytest.mark.parametrize("set_it", [Tensor.set_, set_data])
+def test_what_has_the_memory_that_a_buffer_had_before_keeps_its_values(
+    set_it: Callable[[Tensor, Tensor], object], num_resident: int
+) -> None:
+    """Results, attributes and kept views of it read the new ones."""
+    make = functools.partial(Alternating, set_it)
+    experts, plain = both(make, num=3, max_resident_bytes=1400 * num_resident)
+    for number in range(1, 5):
+        x = torch.randn(4, 8) * number
+        for module, expert in zip(plain, experts, strict=True):
+            results = zip(module(x), expert(x), strict=True)
+            assert all(torch.equal(*pair) for pair in results), number
+    assert_same_weights(experts, plain)
+
+
+class Past(nn.Module):
+    """Returns what a buffer was, which it makes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x: Tensor) -> dict[str, list[Tensor]]:
+        past = [self.mean[None], self.mean.detach(), self.mean]
+        past[0].note = "of the past"
+        self.mean = self.mean + x.mean(0)
+        return {"past": past, "now": [self.mean]}
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}])
+def test_views_that_a_call_returns_of_a_buffer_it_makes_anew_keep_their_values(
+    options: dict[str, Any],
+) -> None:
+    """They read the new ones."""
+    experts, plain = both(Past, num=2, optimizer=None)
+    for _ in range(3):
+        calls = [(torch.ones(2, 4),)] * 2
+        for result, want in zip(
+            *(parallel_apply(m, calls, **options) for m in (experts, plain)), strict=True
+        ):
+            for key in want:
+                assert all(map(torch.equal, result[key], want[key]))
+            assert result["past"][0].note == "of the past"
 
 
 def make_fused_observer() -> nn.Module:

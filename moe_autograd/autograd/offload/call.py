@@ -274,7 +274,7 @@ class OffloadedCall:
         return [next(rest) if edge else None for edge in piece.inputs]
 
     def _own(self, result: Any, inputs: Sequence[Tensor] = ()) -> Any:
-        """Detach what the expert returned; copy what lies in the weights' buffer, which will be used again.
+        """Detach what the expert returned.
 
         What shares memory with an input or another result becomes a view. Tensors that are cut apart cannot tell each
         other of a change in place; with views PyTorch refuses it.
@@ -285,9 +285,8 @@ class OffloadedCall:
         num_uses = collections.Counter(_storage_of(tensor) for tensor in (*inputs, *returned))
 
         def own(tensor: Tensor) -> Tensor:
-            detached = self._held.owned(tensor)
-            is_copy = _storage_of(detached) != _storage_of(tensor)
-            if not is_copy and tensor.requires_grad and num_uses[_storage_of(tensor)] > 1:
+            detached = tensor.detach()
+            if tensor.requires_grad and num_uses[_storage_of(tensor)] > 1:
                 detached = detached.view_as(tensor)
             put_on(detached, notes_on(tensor))
             return detached

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_map_only
 
 from moe_autograd._contexts import contextmanager
 from moe_autograd._interrupts import uninterrupted, unwindable
+from moe_autograd.autograd.contents.in_objects import notes_on, put_on
 from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.offload.checks import check_not_cached, check_values
 from moe_autograd.autograd.offload.flat import Field, Layout, is_same, kind_of, lies_in
@@ -95,7 +97,7 @@ class HeldModule:
                 tensor.data = _nothing_of_shape(tensor.data)
 
     def call(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, whose weights are held."""
+        """Call the module, whose weights are held; tensors that it returns do not lie in their buffer."""
         if not parametrize._cache_enabled:
             return self._call(args, kwargs)
         check_not_cached(self.name, self._in_cache)
@@ -107,7 +109,18 @@ class HeldModule:
 
     def _call(self, args: Any, kwargs: Any) -> Any:
         with self.noticing_changes(), _caching_no_casts(self.residency.device):
-            return self.module(*args, **kwargs)
+            return tree_map_only(Tensor, self._owned, self.module(*args, **kwargs))
+
+    def _owned(self, returned: Tensor) -> Tensor:
+        """Return what a call may hand out: a copy of what lies in the buffer, or is about to.
+
+        While somebody is inside, nobody puts another in its place.
+        """
+        if not self.is_borrowed(returned) and all(returned is not own for own in self.tensors.values()):
+            return returned
+        copy = returned.clone()
+        put_on(copy, notes_on(returned))
+        return copy
 
     def _part_from_cache(self, before: Mapping[Any, Tensor | None]) -> None:
         """Take what lies in memory that will be used again out of `parametrize.cached()`; note what has a graph.
@@ -166,11 +179,6 @@ class HeldModule:
                 "buffers that others have replaced wait for its end. Call it then."
             )
 
-    def owned(self, tensor: Tensor) -> Tensor:
-        """Return a tensor without history; a copy, if it is borrowed. Until then nobody puts another in its place."""
-        with self._keeping_changes:
-            return tensor.detach().clone() if self.is_borrowed(tensor) else tensor.detach()
-
     def is_borrowed(self, tensor: Tensor) -> bool:
         """Whether a tensor lies, or may lie, in the weights' buffer, which is held now and will be used again."""
         assert self.weights.buffer is not None
@@ -188,11 +196,12 @@ class HeldModule:
         """Copy what the module put in the place of a tensor, or gave other memory, into the part, which changed.
 
         A graph may have what was put there, and what was there before: the one stays as it is, the other is copied.
-        So may the module: its views of the one follow it into the part, those of the other leave.
+        So may the module: its views of the one follow it into the part, those of the other leave. So do those of the
+        memory that it gave and of the one before.
         """
         assert self.weights.buffer is not None
         views = self.weights.layout.fixed_views(self.weights.buffer)
-        moved = [n for n, t in tensors.items() if t is self.tensors[n] and not is_same(t, views[n])]
+        moved = {n: t for n, t in tensors.items() if t is self.tensors[n] and not is_same(t, views[n])}
         replaced = {n: t for n, t in tensors.items() if t is not self.tensors[n]}
         values = {name: tensors[name].detach().clone() for name in (*moved, *replaced)}
         for saved in [saved for name in replaced for saved in self.saved_by_place[name]]:
@@ -201,10 +210,12 @@ class HeldModule:
         for name, tensor in replaced.items():
             if name not in self.parameters:
                 moves += self._succeed(name, tensor, views[name])
+        for name, tensor in moved.items():
+            moves += self._moves(tensor, views[name])
         for name, value in values.items():
             views[name].copy_(value)
-        for name in moved:
-            self.tensors[name].data = views[name]
+        for name, tensor in moved.items():
+            tensor.data = views[name]
         # of parts that share one, all have the new one
         for name, own_name in self._all_names(replaced).items():
             self._put(name, self.tensors[own_name])
@@ -245,13 +256,21 @@ class HeldModule:
         Returns:
             From where to where views of the two move.
         """
-        before, left = self.tensors[name], view.clone()
-        is_new = not self.is_borrowed(tensor) and is_run_of_bytes(tensor)
-        now = tensor.detach() if is_new and not tensor.is_inference() else before.data
+        before, moves = self.tensors[name], self._moves(tensor, view)
+        (_, left), *of_new = moves
+        now = tensor.detach() if of_new and not tensor.is_inference() else before.data
         before.data, now.data = left, view
         self.tensors[name] = now
         note_successor(before, now)
-        return [(view, left), *([(tensor.detach(), view)] if is_new else [])]
+        return moves
+
+    def _moves(self, tensor: Tensor, view: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return from where to where views move, if a tensor is copied into this view of the part.
+
+        First those of what is there: to a copy of it. Then those of the tensor, where that is a run of its own.
+        """
+        is_new = not self.is_borrowed(tensor) and is_run_of_bytes(tensor)
+        return [(view, view.clone()), *([(tensor.detach(), view)] if is_new else [])]
 
     def _put(self, name: str, tensor: Tensor | None) -> None:
         """Let the module have a tensor that comes and goes under this name; `None`, where there was none."""
