@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,20 @@ def _scheduled(make: Any) -> Any:
     return made
 
 
-def test_an_optimizer_that_has_a_schedule_is_taken_and_asked_for_no_self() -> None:
+def _in_a_partial(make: Any) -> Any:
+    def made(parameters: Any) -> Any:
+        optimizer = make(parameters)
+        optimizer.step = functools.partial(optimizer.step)
+        return optimizer
+
+    return made
+
+
+@pytest.mark.parametrize("made", [_scheduled, lambda make: _in_a_partial(_scheduled(make)), _in_a_partial])
+def test_an_optimizer_that_has_a_schedule_is_taken_and_asked_for_no_self(made: Any) -> None:
     """A schedule puts a function in the place of its `step`, which looks as one that wants `self`: all were refused."""
-    experts = OffloadedExperts([nn.Linear(4, 4)], _scheduled(sgd), max_resident_bytes=10_000)
+    experts = OffloadedExperts([nn.Linear(4, 4)], made(sgd), max_resident_bytes=10_000)
     experts[0](torch.ones(2, 4)).sum().backward()
     experts.step()
     with pytest.raises(TypeError, match=r"got LBFGS, whose step wants closure\. C"):
-        OffloadedExperts([nn.Linear(4, 4)], _scheduled(torch.optim.LBFGS), max_resident_bytes=10_000)
+        OffloadedExperts([nn.Linear(4, 4)], made(torch.optim.LBFGS), max_resident_bytes=10_000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import weakref
@@ -102,15 +103,20 @@ def check_optimizer(name: str, made: Any) -> None:
             f"{name}: expected a torch.optim.Optimizer from optimizer(parameters), got {type(made).__name__}. Return "
             "one, or pass optimizer=None for experts that are not trained."
         )
-    step = made.step
-    if hasattr(step, "_wrapped_by_lr_sched"):  # a schedule's, which looks as a function that wants `self`
-        step = step.__wrapped__.__get__(made)
-    wanted = ["sparse gradients"] if isinstance(made, torch.optim.SparseAdam) else _wanted_by(step)
+    sparse = isinstance(made, torch.optim.SparseAdam)
+    wanted = ["sparse gradients"] if sparse else _wanted_by(_without_schedule(made, made.step))
     if wanted:
         raise TypeError(
             f"{name}: expected an optimizer that steps by dense gradients alone, got {type(made).__name__}, whose step "
             f"wants {', '.join(wanted)}. Choose another, or train this expert as a plain module."
         )
+
+
+def _without_schedule(made: Any, step: Any) -> Any:
+    """Return what a schedule has put a function in the place of, which looks as one that wants `self`."""
+    if isinstance(step, functools.partial):
+        return functools.partial(_without_schedule(made, step.func), *step.args, **step.keywords)
+    return step.__wrapped__.__get__(made) if hasattr(step, "_wrapped_by_lr_sched") else step
 
 
 def _wanted_by(step: Callable[..., Any]) -> list[str]:
