@@ -38,6 +38,7 @@ class OffloadMemory:
 
     Raises:
         ConfigError: the folder cannot be used, or another server uses it.
+        RuntimeError: the system has no thread to give.
 
     Threads: any.
     """
@@ -49,7 +50,11 @@ class OffloadMemory:
             folder = Path(store).absolute()
             self._lock = take_folder("offload.store", folder, f"{STORE}.lock", ConfigError)
             kept = FolderStore(folder / STORE, self._lock)
-        self.residency = Residency(max_resident_bytes, kept, torch.device("cpu"))
+        try:
+            self.residency = Residency(max_resident_bytes, kept, torch.device("cpu"))
+        except BaseException:  # whose traceback would keep the folder locked
+            self._unlock()
+            raise
         self._layouts: dict[object, Layout] = {}  # of the tensors of optimizers, by what these depend on
 
     def __repr__(self) -> str:
@@ -66,6 +71,10 @@ class OffloadMemory:
     def close(self) -> None:
         """End the threads that read and write, and release the folder."""
         self.residency.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        """Let others use the folder; nothing where there is none."""
         if self._lock is not None:
             self._lock.release()
 

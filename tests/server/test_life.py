@@ -19,10 +19,12 @@ from torch import nn
 
 from experts_server import ExpertsServer
 from experts_server.configuration.config import ServingConfig
+from experts_server.hosting.offloading import OffloadMemory
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.gated import Gated, Waiting
 from tests.support.hosting import sgd
+from tests.support.scarce import no_thread_to_give
 from tests.support.servers import START_S, WireClient, tokens, wait_until
 from tests.support.subprocesses import assert_prints
 
@@ -259,6 +261,14 @@ def test_a_server_that_is_refused_leaves_no_threads_and_no_lock(tmp_path: Path) 
     wait_until(lambda: not has_threads_since(before))
     with ExpertsServer({"e": FeedForwardExpert(D)}, config=config):
         pass
+
+
+def test_a_servers_offload_folder_is_free_again_where_no_thread_was_to_be_had(tmp_path: Path) -> None:
+    """The traceback kept it locked."""
+    with no_thread_to_give(), pytest.raises(RuntimeError, match="can't start new thread") as kept:
+        OffloadMemory(1000, tmp_path)
+    OffloadMemory(1000, tmp_path).close()
+    assert kept.tb is not None
 
 
 def together(do: Callable[[], object], num_threads: int = 4) -> list[object]:
