@@ -167,6 +167,19 @@ def test_an_optimizer_that_runs_in_a_backward_sees_none_of_the_callers_modes() -
     assert seen == [(False, False)]
 
 
+@pytest.mark.parametrize("trained", [0, 1])
+def test_a_hook_of_an_update_in_a_backward_that_trains_an_expert_is_told(trained: int) -> None:
+    """It waited for itself."""
+    experts, _ = both(ffn, 2, update="on_backward", max_resident_bytes=10**6)
+    x = torch.randn(4, 8)
+    hook = experts.optimizers[0].register_step_post_hook(lambda *_: experts[trained](x).sum().backward())
+    told = "expected one update in a backward after the other, got one within another's step"
+    with pytest.raises(RuntimeError, match=told):
+        experts[0](x).sum().backward()
+    hook.remove()
+    experts[1](x).sum().backward()
+
+
 def test_state_that_is_there_before_the_first_step_lies_as_the_weights_do() -> None:
     """Adagrad's does; fused, it takes one element after the other, wherever each lies."""
 

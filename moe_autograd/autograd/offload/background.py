@@ -166,11 +166,29 @@ class Apart:
 
     def __init__(self, thread: futures.Executor) -> None:
         self._thread = thread
+        self._runs_on: int | None = None  # its `ident`, while it runs a function
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call a function there; it has ended when this returns or raises."""
+        """Call a function there; it has ended when this returns or raises.
+
+        Raises:
+            RuntimeError: it would wait for itself.
+        """
+        if threading.get_ident() == self._runs_on:
+            raise RuntimeError(
+                "OffloadedExperts: expected one update in a backward after the other, got one within another's step. "
+                "Train after the backward, not in a hook of the step."
+            )
+
+        def noted() -> T:
+            self._runs_on = threading.get_ident()
+            try:
+                return function()
+            finally:
+                self._runs_on = None
+
         with uninterrupted():
-            running = self._thread.submit(function)
+            running = self._thread.submit(noted)
             try:
                 self._wait_for(running)
                 return running.result()
