@@ -173,8 +173,10 @@ def load_optimizer(
     built = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict({**copy.deepcopy(entries), "state": state, "param_groups": groups})
     for group, own, loaded in zip(optimizer.param_groups, built, groups, strict=True):
-        # The module may have it as well, or whoever made the optimizer.
-        group.update((key, own[key]) for key in loaded.keys() & own.keys() if is_same(own[key], loaded[key]))
+        for key in loaded.keys() & own.keys() & group.keys():
+            # The module may have it as well, or whoever made the optimizer.
+            if is_same(own[key], loaded[key]) and is_same(group[key], loaded[key]):
+                group[key] = own[key]
     _undo_casts(optimizer, state)
     _add_state_of_new_settings(optimizer)
 

@@ -24,7 +24,7 @@ from moe_autograd.autograd.contents.in_objects import (
 from moe_autograd.autograd.contents.leaves import LookedThrough, leaves_of
 from moe_autograd.autograd.contents.named import functions_within, globals_of
 from moe_autograd.autograd.contents.ranks import are_for_one_call, has_other_ranks
-from moe_autograd.autograd.contents.reaching import Held, Known
+from moe_autograd.autograd.contents.reaching import Held, Known, is_generator
 from moe_autograd.autograd.contents.telling import CHANGING, SETTING, SURE, TALKING
 from moe_autograd.autograd.deferred import DeferringModules, may_defer
 from moe_autograd.autograd.entry import flatten
@@ -131,7 +131,7 @@ def must_be_in_turn(func: type[Function], args_per_call: Sequence[Sequence[Any]]
     """Whether calls of an autograd function may not run side by side: for an argument, or a reason of `named`."""
     taken = [*itertools.chain.from_iterable(args_per_call)]
     if not _HOLD_NOTHING.issuperset(map(type, taken)):
-        generators = [one for one in taken if isinstance(one, torch.Generator)]
+        generators = list(filter(is_generator, taken))
         if len({*map(id, generators)}) < len(generators):
             return True
         once = {id(one): one for one in taken}.values()  # mostly all calls take the same vocabulary

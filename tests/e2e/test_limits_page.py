@@ -57,22 +57,21 @@ def test_a_child_that_goes_on_behind_its_call(capfd: pytest.CaptureFixture[str])
 
 
 @of(
-    "where a module has them in an object, a set, a `partial`, a bound method, a hook, its class, or a default"
+    "where modules have them otherwise: in a list, an object, a hook, a `partial`, or by `object.__setattr__`"
 )
 @pytest.mark.parametrize(("is_hidden", "expected"), [(False, 2.0), (True, 1.0)])
-def test_a_part_that_calls_share_in_an_object(is_hidden: bool, expected: float) -> None:
+def test_a_part_that_calls_share_in_a_list(is_hidden: bool, expected: float) -> None:
     norm, is_through = nn.BatchNorm1d(1, momentum=1.0), threading.Event()
 
     class Expert(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.held = [types.SimpleNamespace(norm=norm) if is_hidden else norm]
+            self.held = [norm] if is_hidden else nn.ModuleList([norm])
 
         def forward(self, x: Tensor) -> Tensor:
             if is_hidden and x[0, 0] == 1:
                 assert is_through.wait(60)
-            (held,) = self.held
-            y: Tensor = held.norm(x) if is_hidden else held(x)
+            y: Tensor = self.held[0](x)
             is_through.set()
             return y
 

@@ -39,17 +39,14 @@ def draw(x: Tensor, generator: torch.Generator) -> Tensor:
 class Draws(nn.Module):
     """Draws from what it holds, or takes."""
 
-    def __init__(self, held: Any = None) -> None:
+    def __init__(self, held: torch.Generator | None = None) -> None:
         super().__init__()
         self.held = held
 
     def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return draw(x, self.held[0] if generator is None else generator)
-
-
-class DrawsFromAttribute(Draws):
-    def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return draw(x, self.held)
+        own = self.held if generator is None else generator
+        assert own is not None
+        return draw(x, own)
 
 
 class NamesGlobal(nn.Module):
@@ -72,12 +69,8 @@ class Within(nn.Module):
         return self.call(self.gate.pass_first(x), *args, **kwargs)
 
 
-def in_a_list(generator: torch.Generator) -> Any:
-    return Draws([generator])
-
-
 def as_attribute(generator: torch.Generator) -> Any:
-    return DrawsFromAttribute(generator)
+    return Draws(generator)
 
 
 def in_a_closure(generator: torch.Generator) -> Any:
@@ -93,7 +86,6 @@ def in_a_global_of_a_function(generator: torch.Generator) -> Any:
 
 
 WAYS = [
-    in_a_list,
     as_attribute,
     in_a_closure,
     in_a_global,
@@ -165,15 +157,14 @@ def test_calls_with_generators_of_their_own_wait_for_each_other() -> None:
             barrier.wait(PATIENCE_S)
             return super().forward(x, generator)
 
-    of_one_call = torch.Generator()
-    calls = [Waits([of_one_call, of_one_call]), *[Waits([torch.Generator()]) for _ in range(3)]]
+    calls = [Waits(torch.Generator()) for _ in range(4)]
     assert len(parallel_apply(calls, [(x,) for x in leaves()])) == 4
 
 
 def test_forwards_that_are_run_again_draw_in_the_order_of_a_loop_that_runs_them_twice() -> None:
     def program(apply: MapFunction) -> Any:
         generator, xs = new_generator(), leaves(8)
-        modules = [Draws([generator]) for _ in xs]
+        modules = [Draws(generator) for _ in xs]
         if apply is one_after_another:
             again = functools.partial(checkpoint, use_reentrant=False)
             outputs = apply([functools.partial(again, one) for one in modules], xs)

@@ -28,6 +28,7 @@ from moe_autograd.autograd.contents.reaching import (
     around_function,
     first,
     has_history,
+    is_generator,
 )
 
 _CALL = "__call__"  # which callables that are no functions may have
@@ -90,7 +91,7 @@ def _held_by_all(values: Iterable[object], seen: set[int], own: Held) -> list[Te
                 found.append(held)
             own.talks = own.talks or are_for_one_call([held])
             continue
-        if isinstance(held, torch.Generator):
+        if is_generator(held):
             own.generators.append(held)
             continue
         for value in _held_by(held, own):

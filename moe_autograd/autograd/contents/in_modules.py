@@ -22,18 +22,15 @@ from moe_autograd.autograd.contents.ranks import (
 )
 from moe_autograd.autograd.contents.reaching import (
     CONTAINERS,
-    MOST_LOOKED_AT,
     Held,
     around_all,
-    first,
+    flattened,
     has_history,
+    is_generator,
     within,
 )
 
 NOT_MADE_YET = "_initialize_hook"  # attribute of a lazy module until its first call has made its parameters
-# of which a module may have some without having registered them
-_UNREGISTERED = (torch.nn.Module, torch.Generator)
-_LEAD_NOWHERE = PLAIN_VALUES | {Tensor, torch.nn.Parameter}
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
 _LOOKED_AT = frozenset([Tensor, types.FunctionType, *CONTAINERS])  # of its others; most are numbers
 
@@ -43,9 +40,7 @@ def held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
 
     Computed weights stand as attributes, in lists of them, as parameters (`functional_call`), as buffers, or around
     `forward`: in its closure, or in globals that it names. Each module is looked through once for all calls of a map.
-
-    Modules and generators in attributes that `forward` names, and in lists there, are its own as well, though nobody
-    has registered them; but for a module that it is a part of itself.
+    Generators of random numbers are found there and in attributes that `forward` names.
     """
     key = (id(module), of_all.changes)
     if key not in of_all.known:
@@ -80,19 +75,17 @@ def _look_through(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
         if (kind := type(part)) not in named:
             named[kind] = globals_of(kind, getattr(kind, "forward", None)).attributes
             around += _around_forward(kind, of_all)
+        for name in named[kind]:
+            if type(held := attributes.get(name)) is torch.Generator:
+                around.append(held)
+        if of_all.changes:  # what `functional_call` runs is often hidden from `modules()`, in a list
+            add(_modules_in(attributes))
         if around:
             around = [held.get(None) if isinstance(held, contextvars.ContextVar) else held for held in around]
             found += within(around)
-        if of_all.changes:  # what `functional_call` runs is often hidden from `modules()`, in a list
-            around += _unregistered([attributes.get(name) for name in sorted(attributes.keys() - _OF_TORCH)])
-        for name in named[kind]:
-            of = type(held := attributes.get(name))
-            if of in CONTAINERS or issubclass(of, _UNREGISTERED):
-                unregistered = _unregistered(held if of in CONTAINERS else [held])
-                around += unregistered and [one for one in unregistered if not _has_part(one, part)]
-        if around:
-            of_all.generators += [held for held in around if issubclass(type(held), torch.Generator)]
-            add(held for held in around if issubclass(type(held), torch.nn.Module))
+            add(held for held in around if isinstance(held, torch.nn.Module))
+            generators = [held for held in around if type(held) is torch.Generator]
+            of_all.generators += generators and [one for one in generators if is_generator(one)]
         if (
             isinstance(part, talking)
             or (weights and are_for_one_call(weights))
@@ -153,29 +146,10 @@ def _computed_for_all(part: torch.nn.Module, children: dict[str, Any]) -> list[T
     return [weight for weight in weights if weight.grad_fn is not None]
 
 
-def _unregistered(container: Any) -> list[Any]:
-    """Return the modules and generators in nested lists, tuples and dictionaries."""
-    found, containers = list[Any](), [container]
-    for held in containers:  # grows
-        values = first(dict.values, held) if type(held) is dict else held[:MOST_LOOKED_AT]
-        if not _LEAD_NOWHERE.issuperset(map(type, values)):  # mostly
-            found += [one for one in values if issubclass(type(one), _UNREGISTERED)]
-            room = MOST_LOOKED_AT - len(containers)
-            containers += [one for one in values if type(one) in CONTAINERS][: max(0, room)]
-    return found
-
-
-def _has_part(one: Any, part: torch.nn.Module) -> bool:
-    """Whether a module has another one as a part, at any depth."""
-    to_visit, seen = [one], {id(one)}
-    for whole in to_visit:  # grows
-        parts = [*(getattr(whole, "__dict__", {}).get("_modules") or {}).values()]
-        if any(own is part for own in parts):
-            return True
-        new = {id(own): own for own in parts if own is not None and id(own) not in seen}
-        seen.update(new)
-        to_visit += new.values()
-    return False
+def _modules_in(attributes: dict[str, Any]) -> list[torch.nn.Module]:
+    """Return the modules that stand as attributes and in lists of them, as they may do unregistered."""
+    own = [attributes.get(name) for name in sorted(attributes.keys() - _OF_TORCH)]
+    return [value for value in flattened(own) if isinstance(value, torch.nn.Module)]
 
 
 def _with_history(tensors: Sequence[Tensor | None]) -> list[Tensor]:

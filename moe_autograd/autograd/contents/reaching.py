@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -80,6 +80,11 @@ def has_history(tensor: Tensor) -> bool:
         return tensor.grad_fn is not None
     except RuntimeError:
         return False
+
+
+def is_generator(value: object) -> TypeGuard[torch.Generator]:
+    """Whether it is a generator of random numbers, and not the process's, of which calls draw their own."""
+    return issubclass(type(value), torch.Generator) and value is not torch.default_generator
 
 
 def within(container: Any) -> list[Tensor]:
