@@ -137,7 +137,7 @@ def test_a_fuzz_run_over_the_structure_finds_no_crash_no_internal_error_and_no_g
 
     with WireClient(server.address) as client:
 
-        @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), database=None)
         @given(st.sampled_from(["Forward", "Backward"]), st.lists(packets | damaged, min_size=1, max_size=3))
         def send(rpc: str, messages: list[bytes]) -> None:
             ended = grpc.StatusCode.OK
