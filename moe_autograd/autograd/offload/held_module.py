@@ -31,7 +31,7 @@ from moe_autograd.autograd.offload.residency import Residency
 
 # Its operator changes buffers and leaves their versions as they are. Torch means to part with it.
 _FUSED_OBSERVER: type[nn.Module] | tuple[()] = getattr(
-    torch.ao.quantization, "FusedMovingAvgObsFakeQuantize", ()
+    getattr(torch.ao, "quantization", None), "FusedMovingAvgObsFakeQuantize", ()
 )
 
 
