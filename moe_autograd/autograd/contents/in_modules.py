@@ -85,7 +85,7 @@ def _look_through(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
             found += within(around)
             add(held for held in around if isinstance(held, torch.nn.Module))
             generators = [held for held in around if type(held) is torch.Generator]
-            of_all.generators += generators and [one for one in generators if is_generator(one)]
+            of_all.generators += filter(is_generator, generators)
         if (
             isinstance(part, talking)
             or (weights and are_for_one_call(weights))
