@@ -4,7 +4,8 @@ Starting a thread costs some 100 us, waking one 10. A job runs at once, on the t
 one: nothing ever waits for a free thread. A thread that is done keeps no reference to what it ran, and leaves after
 `IDLE_S` seconds without work. In a forked child there are none at first; at interpreter exit idle ones leave.
 
-Mutable state: `_idle` and `_threads` are changed only by single operations that the interpreter makes atomic.
+Mutable state: `_idle`, `_threads` and `_left_at_s` are changed only by single operations that the interpreter makes
+atomic.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from moe_autograd._switching import interval
 
 IDLE_S = 5.0  # how long a thread waits for the next job before it leaves
 EXIT_GRACE_S = 1.0
+LEAVE_S = 1.0  # what a fork waits for a thread that leaves, at most
 
 RUNNING = b"R"  # or it would, on a core
 READING = b"D"  # from a disk, such as code that runs for the first time
@@ -50,6 +52,7 @@ class _Worker:
 
     def _run(self) -> None:
         _threads.add(self.thread)
+        _left_at_s.pop(threading.get_native_id(), None)  # of a thread of before
         interval.suit(_threads)
         try:
             while (job := self._job) is not None:
@@ -73,11 +76,16 @@ class _Worker:
         except ValueError:  # `start_soon` took us: its job is on the way
             self._wake.acquire()
             return False
+        for thread_id in [*_left_at_s]:
+            if not state_of(thread_id):
+                _left_at_s.pop(thread_id, None)
+        _left_at_s[threading.get_native_id()] = time.perf_counter()
         return True
 
 
 _idle: list[_Worker] = []
 _threads: set[threading.Thread] = set()
+_left_at_s: dict[int, float] = {}  # by the system's id, of those that may not be gone yet
 
 
 def start_soon(job: Callable[[], None]) -> None:
@@ -95,10 +103,23 @@ def start_soon(job: Callable[[], None]) -> None:
             worker.give(job)
 
 
+def _see_off() -> None:
+    """Before a fork, let threads that leave be gone, for the system too.
+
+    At a thread's very end MKL takes its buffers back, under a lock of its own. In a child forked just then nobody
+    gives that back: matrix products hang there, or end the child by a segmentation fault.
+    """
+    for thread_id, left_at_s in [*_left_at_s.items()]:
+        while state_of(thread_id) and time.perf_counter() < left_at_s + LEAVE_S:
+            time.sleep(0.0001)  # the interpreter lock is its
+        _left_at_s.pop(thread_id, None)
+
+
 def _forget_threads() -> None:
     """In a forked child only the forking thread lives on: start with none."""
     _idle.clear()
     _threads.clear()
+    _left_at_s.clear()
 
 
 def left_in_child() -> str:
@@ -169,4 +190,4 @@ def state_of(thread_id: int | None) -> bytes:
 
 atexit.register(_rest_before_exit)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)
+    os.register_at_fork(before=_see_off, after_in_child=_forget_threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -308,3 +309,41 @@ def test_threads_may_come_as_a_collection_delays_the_look_at_them() -> None:
             gc.set_threshold(700)
         """
     assert_prints(program, "", limit_s=100)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python's own, of any thread
+def test_a_fork_waits_until_threads_that_leave_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At their end MKL takes its buffers back, under a lock that nobody would give back in a child."""
+    leaves, is_looked_at, ids = threading.Event(), threading.Event(), list[int]()
+
+    class Interval:
+        def suit(self, _threads: object) -> None:
+            if leaving.is_set():
+                leaves.set()
+                is_looked_at.wait(60)
+
+    def state_of(thread_id: int | None) -> bytes:
+        state = real_state_of(thread_id)
+        if thread_id in ids and leaves.is_set():
+            is_looked_at.set()
+        return state
+
+    def job() -> None:
+        ids.append(threading.get_native_id())
+        leaving.set()
+
+    leaving, real_state_of = threading.Event(), _threads.state_of
+    monkeypatch.setattr(_threads, "_idle", [])
+    monkeypatch.setattr(_threads, "IDLE_S", 0.0)
+    monkeypatch.setattr(_threads, "interval", Interval())
+    monkeypatch.setattr(_threads, "state_of", state_of)
+    try:
+        _threads.start_soon(job)
+        assert leaves.wait(60)
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert real_state_of(*ids) == b""
+    finally:
+        is_looked_at.set()
