@@ -76,10 +76,12 @@ class _Worker:
         except ValueError:  # `start_soon` took us: its job is on the way
             self._wake.acquire()
             return False
-        for thread_id in [*_left_at_s]:
-            if not state_of(thread_id):
-                _left_at_s.pop(thread_id, None)
-        _left_at_s[threading.get_native_id()] = time.perf_counter()
+        now_s = time.perf_counter()
+        for thread_id, left_at_s in [*_left_at_s.items()]:  # the oldest first
+            if now_s < left_at_s + LEAVE_S:
+                break
+            _left_at_s.pop(thread_id, None)
+        _left_at_s[threading.get_native_id()] = now_s
         return True
 
 
@@ -110,7 +112,7 @@ def _see_off() -> None:
     gives that back: matrix products hang there, or end the child by a segmentation fault.
     """
     for thread_id, left_at_s in [*_left_at_s.items()]:
-        while state_of(thread_id) and time.perf_counter() < left_at_s + LEAVE_S:
+        while time.perf_counter() < left_at_s + LEAVE_S and state_of(thread_id):
             time.sleep(0.0001)  # the interpreter lock is its
         _left_at_s.pop(thread_id, None)
 
