@@ -43,7 +43,7 @@ async def run(config: ServerConfig) -> int:
 
     The status is 0, or 1 if the last save failed.
     """
-    numbers = _let_signals_end_it()  # until it serves
+    numbers = _let_signals_end_it()  # until it serves, and from when it has
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     limit_heaps(NUM_HEAPS)
     _allow_descriptors()
@@ -67,6 +67,8 @@ async def run(config: ServerConfig) -> int:
     except CheckpointError as error:
         logger.error("the last save failed: %s", error)
         status = 1
+    finally:
+        _take_no_more(numbers)
     if server.pool.has_threads:  # an expert hangs; the interpreter would wait for it, or crash in it
         sys.stdout.flush()
         flush_log()
@@ -99,6 +101,14 @@ def _stop_at(numbers: Sequence[signal.Signals]) -> asyncio.Event:
     for number in numbers:
         loop.add_signal_handler(number, take, number)
     return stopping
+
+
+def _take_no_more(numbers: Sequence[signal.Signals]) -> None:
+    """Let signals end the process again; asyncio would leave a Ctrl-C to raise wherever the interpreter then ends."""
+    loop = asyncio.get_running_loop()
+    for number in numbers:
+        loop.remove_signal_handler(number)
+    _let_signals_end_it()
 
 
 def _say_ready(server: ExpertServer) -> None:

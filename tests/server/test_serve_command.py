@@ -31,7 +31,7 @@ from experts_server.configuration.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.hosting import sgd
-from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens
+from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens, wait_until
 from tests.support.subprocesses import run_command
 
 NO_ADDRESS = "address: expected HOST:PORT, such as 127.0.0.1:31415 or [::1]:31415"
@@ -119,6 +119,24 @@ def test_serve_stops_on_these_too(number: signal.Signals) -> None:
         server.signal(number)
         assert server.wait() == 0
     assert any("stopped" in line for line in server.log)
+
+
+class LongAtExit(nn.Linear):
+    """Keeps the interpreter from its end until a signal comes."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        atexit.register(signal.pause)
+        atexit.register(print, "at exit", file=sys.stderr, flush=True)
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once_also_at_its_exit() -> None:
+    with ServerProcess("--expert", f"{__name__}:LongAtExit") as server:
+        server.signal(signal.SIGINT)
+        wait_until(lambda: "at exit\n" in server.log)
+        server.signal(signal.SIGINT)
+        assert server.wait() == -signal.SIGINT
+    assert "Traceback (most recent call last):\n" not in server.log
 
 
 def test_serve_saves_when_the_terminal_of_its_shell_is_closed(tmp_path: Path) -> None:
