@@ -23,7 +23,7 @@ from google.protobuf.message import Message
 from moe_autograd._contexts import contextmanager
 from moe_autograd._interrupts import uninterrupted
 from moe_autograd.errors import CorruptDataError, DeadlineExceededError, RemoteError, ServerUnavailableError
-from moe_autograd.remote.compression import Compression, Encodings
+from moe_autograd.remote.compression import Encodings
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.ends import LeftStreams
 from moe_autograd.remote.forking import GATE, KeptWaitingError, Passage
@@ -46,7 +46,7 @@ class Channel:
 
     Args:
         address: `host:port`.
-        authority: the name that the server is called by, `host:port`, where that is not its address.
+        authority: the name that the server is called by, `host:port`.
         token: sent with every RPC; shared, as what follows is, by all channels of a connection.
         certificates: None for a plain connection.
         server_name: that the server's certificate has; None: the host of the name that it is called by.
@@ -61,22 +61,22 @@ class Channel:
     def __init__(
         self,
         address: str,
-        authority: str | None = None,
+        authority: str,
         *,
-        token: Token | None = None,
-        certificates: Certificates | None = None,
-        server_name: str | None = None,
-        encodings: Encodings | None = None,
-        limits: TensorLimits | None = None,
+        token: Token,
+        certificates: Certificates | None,
+        server_name: str | None,
+        encodings: Encodings,
+        limits: TensorLimits,
     ) -> None:
         self.address = address
-        self.token = token or Token(None)
-        self.encodings = encodings or Encodings(Compression())
-        self.limits = limits or TensorLimits()
+        self.token = token
+        self.encodings = encodings
+        self.limits = limits
         self.round_trip_s = math.inf
         self.is_local = is_local(address)
         self._has_answered = False
-        self._link = Link(address, authority or address, certificates, server_name)
+        self._link = Link(address, authority, certificates, server_name)
         self._told: set[Any] = set()  # calls of `tell` under way
         self._left = LeftStreams()
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
-from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.finding import Finding
 from moe_autograd.remote.placement import HostedExpert, Placement
 from moe_autograd.remote.servers import Servers
@@ -262,7 +261,7 @@ class TestPlacement:
 
 
 def test_what_was_told_before_does_not_take_the_place_of_what_is_told_later():
-    finding = Finding(Servers(["10.0.0.1:1"], lambda address, given: Channel(address)), seed=0)
+    finding = Finding(Servers(["10.0.0.1:1"], Mock()), seed=0)
     told = [pb.InfoReply(experts=[pb.ExpertInfo(name="ffn.0", is_trained=it_is)]) for it_is in (False, True)]
     note = [threading.Thread(target=finding._note_replies, args=({"10.0.0.1:1": reply},)) for reply in told]
     experts = finding.placement.experts
