@@ -93,7 +93,7 @@ def connect(
         return connect(**_merged(Path(addresses), given))
     check_kind_of_addresses(addresses)
     check_arguments(given)
-    listed = check_addresses([addresses] if isinstance(addresses, str) else list(addresses))
+    servers = check_addresses([addresses] if isinstance(addresses, str) else list(addresses))
     Deadline(timeout_s)  # refuses what is none
     settings = Settings(
         timeout_s,
@@ -109,7 +109,7 @@ def connect(
         encodings=settings.encodings,
         limits=TensorLimits.of_one_tensor(max_tensor_bytes),
     )
-    connection = Connection(Servers(listed, open_channel), settings)
+    connection = Connection(Servers(servers, open_channel), settings)
     try:
         connection.ask(allow_missing=allow_missing)
     except BaseException:
