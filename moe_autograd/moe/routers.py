@@ -144,13 +144,10 @@ class TopKRouter(nn.Module):
 
 
 def _no_floating(x: Tensor) -> TypeError:
-    real, whole = (
-        "In a router of yours, call it with real ones, such as x.abs().",
-        "Pass x.float(); of ids, embeddings.",
-    )
-    return TypeError(
-        f"TopKRouter: expected floating numbers, got {tuple(x.shape)} of {x.dtype}. {real if x.is_complex() else whole}"
-    )
+    advice = "Pass x.float(); of ids, embeddings."
+    if x.is_complex():
+        advice = "In a router of yours, call it with real ones, such as x.abs()."
+    return TypeError(f"TopKRouter: expected floating numbers, got {tuple(x.shape)} of {x.dtype}. {advice}")
 
 
 def within_capacity(expert_index: Tensor, weights: Tensor, capacity: int) -> Tensor:
