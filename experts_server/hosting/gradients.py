@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from experts_server.hosting.own_memory import storages
-from moe_autograd._contexts import contextmanager
 
 Gradients = Sequence[Tensor | None]
 
@@ -104,11 +103,9 @@ class GraphWeigher:
         self.num_saved = 0
         self._seen = {memory.data_ptr() for tensor in known for memory in storages(tensor)}
 
-    @contextmanager
-    def weighing(self) -> Iterator[None]:
-        """Count what is saved within."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
-            yield
+    def weighing(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return a context that counts what is saved within."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def weigh(self, tensor: Tensor) -> None:
         """Count the memory that a tensor keeps, once."""
