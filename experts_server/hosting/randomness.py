@@ -78,7 +78,7 @@ class RandomStream:
         """Return where the stream is, on the CPU and on the module's devices; `None` if nothing is drawn from it."""
         if self.is_silent:
             return None
-        states = [generator.get_state() for generator in self._generators(self._seeds)]
+        states = [generator.get_state() for generator in self._generators()]
         return states[0] if len(states) == 1 else torch.cat(states)
 
     def has_moved_from(self, state: Tensor | None) -> bool:
@@ -90,7 +90,7 @@ class RandomStream:
         """Go on from `state`, if there is one; on the devices whose part is there."""
         if state is None or self.is_silent:
             return
-        for generator in self._generators(self._seeds):
+        for generator in self._generators():
             own, state = state.tensor_split([len(generator.get_state())])
             if len(own):  # a checkpoint may be of other devices
                 generator.set_state(own.clone())  # torch reads from where the memory of a view begins
@@ -102,8 +102,8 @@ class RandomStream:
         drawn = torch.empty((), dtype=torch.int64, device="cpu")
         return int(drawn.random_(1, None, generator=self._seeds.generator(0, CPU)))
 
-    def _generators(self, seeds: GivenSeeds) -> list[torch.Generator]:
-        return [seeds.generator(0, device) for device in self._devices]
+    def _generators(self) -> list[torch.Generator]:
+        return [self._seeds.generator(0, device) for device in self._devices]
 
 
 def _seeds_of(name: str) -> GivenSeeds:
