@@ -168,7 +168,7 @@ def _load(hosted: HostedExpert, state: Mapping[str, Tensor]) -> None:
         # a state without versions counts as one of the class as it is now
         own = metadata_of(hosted.module.state_dict())
         given = with_metadata(state, merged(own, metadata_of(state)))
-        # all keys are there (`check_state`), but for what is no tensor: that has not travelled, and stays
+        # all keys are there, but for what is no tensor: that has not travelled, and stays
         hosted.module.load_state_dict(given, strict=False)
 
 

@@ -128,7 +128,7 @@ def _answer(status: Any) -> bytes:
     return bytes(health_pb2.HealthCheckResponse(status=status).SerializeToString())
 
 
-class _ReflectionServicer(reflection.aio.ReflectionServicer):  # type: ignore[name-defined,misc]  # nor this
+class _ReflectionServicer(reflection.aio.ReflectionServicer):  # type: ignore[name-defined,misc]  # the stub lacks `aio`
     def __init__(self, doorway: Doorway, names: Sequence[str]) -> None:
         super().__init__(names, pool=_Pools())
         self._doorway = doorway
