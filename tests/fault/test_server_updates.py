@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from experts_server import ExpertsServer
 from moe_autograd import parallel_apply
@@ -19,7 +20,7 @@ from tests.support.subprocesses import ROOT
 NUM_EXPERTS, NUM_STEPS, D = 100, 100, 4
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
@@ -28,38 +29,38 @@ def make_experts() -> dict[str, nn.Module]:
     return {f"e.{n}": Scale(D) for n in range(NUM_EXPERTS)}
 
 
-def trained(**faults: float) -> tuple[list[Tensor], dict[str, int], Proxy]:
-    """Train through a proxy with these faults; return the weights, the server's counts, and the proxy."""
-    modules = make_experts()
+def weights_of(modules: Mapping[str, nn.Module]) -> list[nn.Parameter]:
+    return [parameter for module in modules.values() for parameter in module.parameters()]
+
+
+def train(experts: Iterable[nn.Module], optimizer: torch.optim.Optimizer | RemoteOptimizer) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(NUM_STEPS):
+        x = torch.randn(3, D, generator=generator)
+        optimizer.zero_grad()
+        outputs = parallel_apply(list(experts), [(x,)] * NUM_EXPERTS)
+        torch.stack(outputs).square().sum().backward()
+        optimizer.step()
+
+
+def test_ten_thousand_updates_through_a_faulty_network_are_bit_equal_to_those_made_here() -> None:
+    here, there = make_experts(), make_experts()
+    train(here.values(), sgd(weights_of(here)))
     retry = RetryPolicy(
         patience_s=100.0, budget=10_000.0, max_retries=1000, update_attempt_s=5.0, max_pause_s=0.05
     )
     with (
-        ExpertsServer(modules, optimizer=sgd) as server,
+        ExpertsServer(there, optimizer=sgd) as server,
         Proxy(server.address, seed=7) as proxy,
         connect(proxy.address, timeout_s=200.0, retry=retry) as experts,
     ):
-        for fault, value in faults.items():
-            assert hasattr(proxy, fault)
-            setattr(proxy, fault, value)
-        optimizer = RemoteOptimizer(experts)
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(NUM_STEPS):
-            x = torch.randn(3, D, generator=generator)
-            optimizer.zero_grad()
-            outputs = parallel_apply(list(experts.values()), [(x,)] * NUM_EXPERTS)
-            torch.stack(outputs).square().sum().backward()
-            optimizer.step()
+        proxy.flip_chance = proxy.cut_chance = proxy.repeat_chance = 0.01
+        proxy.delay_s = 0.0005
+        train(experts.values(), RemoteOptimizer(experts))
         counts = server.num_updates
-    return [p.detach() for module in modules.values() for p in module.parameters()], counts, proxy
-
-
-def test_ten_thousand_updates_through_a_faulty_network_are_bit_equal_to_those_without() -> None:
-    clean, _, _ = trained()
-    faulty, counts, proxy = trained(flip_chance=0.01, cut_chance=0.01, repeat_chance=0.01, delay_s=0.0005)
     assert set(counts.values()) == {NUM_STEPS}
     assert min(proxy.num_flipped, proxy.num_cut, proxy.num_repeated) >= 3
-    assert all(torch.equal(a, b) for a, b in zip(clean, faulty, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(here), weights_of(there), strict=True))
 
 
 def test_after_a_hundred_kills_every_restart_loads_and_no_update_is_lost_or_counted_twice(
