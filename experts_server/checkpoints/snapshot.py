@@ -35,7 +35,7 @@ from experts_server.checkpoints.plain import (
 )
 from experts_server.hosting.gathered import Gathered
 from experts_server.hosting.hosted import HostedExpert
-from experts_server.hosting.loading import keeping_parameters
+from experts_server.hosting.loading import keeping_parameters, kind_of
 from experts_server.hosting.state import in_one_line
 from experts_server.hosting.training import Trainer
 from moe_autograd._metadata import metadata_of, with_metadata
@@ -281,11 +281,7 @@ def differing_keys(some: Mapping[str, str], others: Mapping[str, str]) -> list[s
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        key: f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-        for key, value in tensors.items()
-        if isinstance(value, Tensor)
-    }
+    return {key: kind_of(value) for key, value in tensors.items() if isinstance(value, Tensor)}
 
 
 def _copy(place: str, tensor: Tensor) -> Tensor:

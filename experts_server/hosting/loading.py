@@ -31,9 +31,9 @@ def keeping_parameters(module: nn.Module) -> Iterator[None]:
             now = after.get((path, key))
             if now is parameter:
                 continue
-            if now is None or _kind_of(now) != _kind_of(parameter):
+            if now is None or kind_of(now) != kind_of(parameter):
                 name = f"{path}.{key}".lstrip(".")
-                wrong.append(f"{name!r} that became {_kind_of(now)}, and was {_kind_of(parameter)}")
+                wrong.append(f"{name!r} that became {kind_of(now)}, and was {kind_of(parameter)}")
             else:
                 with torch.no_grad():
                     parameter.copy_(now)
@@ -54,5 +54,6 @@ def _parameters_of(module: nn.Module) -> dict[tuple[str, str], nn.Parameter]:
     }
 
 
-def _kind_of(tensor: Tensor | None) -> str:
+def kind_of(tensor: Tensor | None) -> str:
+    """Return shape and dtype, as errors name them."""
     return "none" if tensor is None else f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
