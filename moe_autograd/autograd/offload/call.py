@@ -154,7 +154,7 @@ class OffloadedCall:
         pieces = []
         for rows in self._microbatches.rows:
             with self._held.residency.hold([self._held.weights]):
-                cut = self._microbatches.cut(tensors, rows)
+                cut = [_apart(tensor) for tensor in self._microbatches.cut(tensors, rows)]
                 made = call(cut)
                 if torch.is_grad_enabled():  # nobody asks for a gradient
                     leaves = [leaf for leaf in tree_flatten(made)[0] if isinstance(leaf, Tensor)]
@@ -350,6 +350,15 @@ def _nodes_of(pieces: Sequence[_Piece]) -> set[Node | None]:
 def _storage_of(tensor: Tensor) -> object:
     """Return what is equal for tensors that share memory."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """Return another that shows a tensor of the caller's, as a leaf does: the module may make it its buffer."""
+    if tensor.requires_grad:  # without a graph: what is done to it is the caller's business
+        return tensor
+    own = tensor.detach()
+    put_on(own, notes_on(tensor))
+    return own
 
 
 def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:

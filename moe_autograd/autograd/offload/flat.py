@@ -281,5 +281,4 @@ def kind_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 
 def is_same(tensor: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether a tensor is what a view of a part's buffer is."""
-    place = tensor.data_ptr(), tensor.stride()
-    return kind_of(tensor) == kind_of(view) and place == (view.data_ptr(), view.stride())
+    return tensor.layout is torch.strided and Place.of(tensor, view) == Place.of(view, view)

@@ -262,6 +262,7 @@ class HeldExpert(HeldModule):
         assert self._optimizer is not None
         self._keep_other_memory()
         self._optimizer.keep()
+        self.settle()
 
     def _put_away(self) -> None:
         """Let what an update alone needs leave before the rest."""

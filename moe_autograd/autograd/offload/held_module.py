@@ -7,6 +7,7 @@ Attaching points them into the part's buffer, detaching takes them out of it aga
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 import weakref
@@ -23,8 +24,9 @@ from moe_autograd._interrupts import uninterrupted, unwindable
 from moe_autograd.autograd.contents.in_objects import notes_on, put_on
 from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.offload.checks import check_not_cached, check_values
-from moe_autograd.autograd.offload.flat import Field, Layout, is_same, kind_of, lies_in
+from moe_autograd.autograd.offload.flat import Layout, is_same, kind_of, lies_in
 from moe_autograd.autograd.offload.kept_views import KeptViews, is_run_of_bytes
+from moe_autograd.autograd.offload.misfits import expected, fits
 from moe_autograd.autograd.offload.owners import check_own, note_successor
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
@@ -33,6 +35,10 @@ from moe_autograd.autograd.offload.residency import Residency
 _FUSED_OBSERVER: type[nn.Module] | tuple[()] = getattr(
     getattr(torch.ao, "quantization", None), "FusedMovingAvgObsFakeQuantize", ()
 )
+
+_Versions = Mapping[
+    str, tuple[int, int, tuple[int, ...]]
+]  # by name: which tensor it is, its version and shape
 
 
 class HeldModule:
@@ -109,18 +115,25 @@ class HeldModule:
 
     def _call(self, args: Any, kwargs: Any) -> Any:
         with self.noticing_changes(), _caching_no_casts(self.residency.device):
-            return tree_map_only(Tensor, self._owned, self.module(*args, **kwargs))
+            result = self.module(*args, **kwargs)
+            own = {id(tensor) for tensor in self.tensors.values()}
+            replaced = [tensor for tensor in self.module.buffers() if id(tensor) not in own]
+            return tree_map_only(Tensor, functools.partial(self._owned, replaced), result)
 
-    def _owned(self, returned: Tensor) -> Tensor:
+    def _owned(self, replaced: Sequence[Tensor], returned: Tensor) -> Tensor:
         """Return what a call may hand out: a copy of what lies in the buffer, or is about to.
 
-        While somebody is inside, nobody puts another in its place.
+        While somebody is inside, nobody puts another in its place. A tensor in the memory of what replaces a buffer,
+        which it may follow into the part, is handed out as a view, which stays.
         """
-        if not self.is_borrowed(returned) and all(returned is not own for own in self.tensors.values()):
+        if self.is_borrowed(returned) or any(returned is own for own in self.tensors.values()):
+            handed_out = returned.clone()
+        elif any(_share_memory(returned, tensor) for tensor in replaced):
+            handed_out = returned.view_as(returned)
+        else:
             return returned
-        copy = returned.clone()
-        put_on(copy, notes_on(returned))
-        return copy
+        put_on(handed_out, notes_on(returned))
+        return handed_out
 
     def _part_from_cache(self, before: Mapping[Any, Tensor | None]) -> None:
         """Take what lies in memory that will be used again out of `parametrize.cached()`; note what has a graph.
@@ -153,13 +166,14 @@ class HeldModule:
                 raise
             self._leave(before)
 
-    def _leave(self, before: Sequence[object], error: BaseException | None = None) -> None:
+    def _leave(self, before: _Versions, error: BaseException | None = None) -> None:
         with self._keeping_changes:
             self._num_inside -= 1
             if self._num_inside:
                 # the last may put others in the place of what was used, on a stream of its own
                 self.residency.finish_kernels()
-            has_changed = self._changes_unseen or self._versions() != before
+            now = self._versions()
+            has_changed = self._changes_unseen or now != before or self._has_others(now)
             self._is_changed = self._is_changed or has_changed
             if not self._is_changed:
                 return
@@ -170,6 +184,16 @@ class HeldModule:
                 if not self._num_inside:
                     self._is_changed = False
                     self._keep_changes(tensors)
+
+    def settle(self) -> None:
+        """Take into the part what was put in the place of a buffer outside of calls, as by a hook of a step."""
+        if self._has_others(self._versions()):
+            with self.residency.hold([self.weights]), self.noticing_changes():
+                pass
+
+    def _has_others(self, versions: _Versions) -> bool:
+        """Whether the module has others in the place of tensors that come and go."""
+        return any(name not in versions or versions[name][0] != id(own) for name, own in self.tensors.items())
 
     def check_settled(self) -> None:
         """Raise `RuntimeError` if the part lacks what calls have put in the place of buffers: it waits for others."""
@@ -184,9 +208,11 @@ class HeldModule:
         assert self.weights.buffer is not None
         return tensor.layout is not torch.strided or lies_in(tensor, self.weights.buffer)
 
-    def _versions(self) -> list[tuple[int, int, tuple[int, ...]]]:
+    def _versions(self) -> _Versions:
         """Return what tells of changes; the shapes, as `resize_` leaves versions as they are."""
-        return [(id(tensor), _version_of(tensor), tensor.shape) for tensor in self._tensors().values()]
+        return {
+            name: (id(tensor), _version_of(tensor), tensor.shape) for name, tensor in self._tensors().items()
+        }
 
     def _own_versions(self) -> list[int]:
         """Return what tells of changes in place, by anybody, of what comes and goes."""
@@ -203,6 +229,11 @@ class HeldModule:
         views = self.weights.layout.fixed_views(self.weights.buffer)
         moved = {n: t for n, t in tensors.items() if t is self.tensors[n] and not is_same(t, views[n])}
         replaced = {n: t for n, t in tensors.items() if t is not self.tensors[n]}
+        for name in [name for name in replaced if is_same(replaced[name], views[name])]:
+            # `self.state = self.state.detach()`: only the object is another
+            put_on(self.tensors[name], notes_on(replaced[name]))
+            self._put(name, self.tensors[name])
+            del replaced[name]
         values = {name: tensors[name].detach().clone() for name in (*moved, *replaced)}
         for saved in [saved for name in replaced for saved in self.saved_by_place[name]]:
             saved.keep()
@@ -260,6 +291,7 @@ class HeldModule:
         (_, left), *of_new = moves
         now = tensor.detach() if of_new and not tensor.is_inference() else before.data
         before.data, now.data = left, view
+        put_on(now, notes_on(tensor))
         self.tensors[name] = now
         note_successor(before, now)
         return moves
@@ -290,7 +322,9 @@ class HeldModule:
         misfits = [name for name in names if not self._fits(name, tensors.get(name))]
         if not misfits:
             return tensors
-        text = self._expected(misfits[0], tensors)
+        name = misfits[0]
+        own_name, field = self._own_names.get(name, name), self.weights.layout.fields.get(name)
+        text = f"{self.name}: {expected(name, own_name, field, self.module, tensors)}"
         own, given = {id(tensor) for tensor in self.tensors.values()}, dict[str, Tensor]()
         for name, tensor in tensors.items() if error is not None else ():
             own_name = self._own_names.get(name, name)
@@ -307,23 +341,7 @@ class HeldModule:
         return self._tensors()
 
     def _fits(self, name: str, tensor: Tensor | None) -> bool:
-        field = self.weights.layout.fields.get(name)
-        return tensor is not None and field is not None and kind_of(tensor) == (field.shape, field.dtype)
-
-    def _expected(self, misfit: str, tensors: Mapping[str, Tensor]) -> str:
-        """Return what an exception says of a tensor that does not fit."""
-        before, now = _shape_of(self.weights.layout.fields.get(misfit)), _shape_of(tensors.get(misfit))
-        own_name = self._own_names.get(misfit, misfit)
-        if own_name != misfit:
-            return (
-                f"{self.name}: expected a call to leave {misfit} and {own_name} one tensor, got two. Give all parts "
-                "that share one the new one, or each its own before the module is taken over."
-            )
-        return (
-            f"{self.name}: expected a call to leave {f'{misfit} of {before}' if before else f'no {misfit}'}, got "
-            f"{now or 'none'}. Make buffers as large as they get before the module is taken over, or keep what comes "
-            "and goes in a plain attribute."
-        )
+        return fits(self.weights.layout.fields.get(name), self.tensors.get(name), tensor)
 
     def _give_shapes_back(self) -> bool:
         """Give what was resized in place the shape that it has in its part; whether there is any."""
@@ -368,5 +386,7 @@ def _nothing_of_shape(tensor: Tensor) -> Tensor:
     return tensor.new_full((), filler).expand(tensor.shape)
 
 
-def _shape_of(tensor: Tensor | Field | None) -> str:
-    return "" if tensor is None else f"shape {tuple(tensor.shape)} and {tensor.dtype}"
+def _share_memory(tensor: Tensor, other: Tensor) -> bool:
+    if not tensor.layout is other.layout is torch.strided:
+        return False
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

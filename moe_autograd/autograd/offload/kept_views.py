@@ -1,12 +1,16 @@
 """Views of its own tensors that a module keeps from call to call, such as a transposed weight.
 
 Their part's buffer will hold other weights. So they leave it and are found again by place in the next one, as weights.
+
+What has the memory of a buffer that a call has made anew follows that into the part. Others may have it as well: a
+program that keeps it, a hook. So it has the bytes of the buffer also while that is absent, in memory of its own.
 """
 
 from __future__ import annotations
 
 import gc
 import types
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,29 +37,45 @@ class KeptViews:
     def __init__(self, module: nn.Module, own: Mapping[str, Tensor]) -> None:
         self._module, self._own = module, own
         self._kinds = {Tensor, nn.Parameter, *map(type, own.values())}
-        self._absent: list[tuple[Tensor, Place]] = []
+        self._absent: list[tuple[weakref.ref[Tensor], Place, bool]] = []  # and whether of inference mode
+        self._followed: list[weakref.ref[Tensor]] = []  # those that have come with new buffers
 
     def take_out(self, flat: Tensor) -> list[Tensor]:
-        """Remember the places of those in a buffer, and return them."""
-        found = [tensor for tensor in self._kept() if tensor is not flat and lies_in(tensor, flat)]
-        self._absent += [(tensor, Place.of(tensor, flat)) for tensor in found]
+        """Remember the places of those in a buffer, and return those that have nothing meanwhile."""
+        followed = [tensor for tensor in self._that_followed() if lies_in(tensor, flat)]
+        seen = set(map(id, followed))
+        found = [t for t in self._kept() if id(t) not in seen and t is not flat and lies_in(t, flat)]
+        for tensor in (*found, *followed):
+            self._absent.append((weakref.ref(tensor), Place.of(tensor, flat), tensor.is_inference()))
+        self._followed = [*map(weakref.ref, followed)]
+        for tensor in followed:
+            _point(tensor, tensor.data.clone(), tensor.is_inference())
         return found
 
     def put_into(self, flat: Tensor) -> None:
         """Point them to the same places in a buffer."""
         absent, self._absent = self._absent, []
-        for tensor, place in absent:
-            tensor.data = place.find(flat)
+        for ref, place, is_inference in absent:
+            if (tensor := ref()) is not None:
+                _point(tensor, place.find(flat), is_inference)
 
     def move(self, moves: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Point those that lie in the first of two runs of bytes to the same places in the second."""
-        for tensor in self._kept() if moves else ():
+        if not moves:
+            return
+        followed = {id(tensor): tensor for tensor in self._that_followed()}
+        for tensor in (followed | {id(tensor): tensor for tensor in self._kept()}).values():
             for before, after in moves:
                 if _lies_wholly_in(tensor, before):
                     place, whole = Place.of(tensor, before), _whole_storage(after)
                     start = place.start + after.data_ptr() - whole.data_ptr()
-                    tensor.data = place._replace(start=start).find(whole)
+                    _point(tensor, place._replace(start=start).find(whole), tensor.is_inference())
+                    followed[id(tensor)] = tensor
                     break
+        self._followed = [*map(weakref.ref, followed.values())]
+
+    def _that_followed(self) -> list[Tensor]:
+        return [tensor for ref in self._followed if (tensor := ref()) is not None]
 
     def _kept(self) -> Iterator[Tensor]:
         """Yield each once. They are looked for as the garbage collector does: nobody's own code runs."""
@@ -77,6 +97,17 @@ class KeptViews:
                         yield held
                     if len(to_visit) < _MOST_LOOKED_INTO:
                         to_visit.append(held)
+
+
+def _point(tensor: Tensor, place: Tensor, is_inference: bool) -> None:
+    """Let a tensor lie where another does. One of inference mode stays such a one: it has no version to count."""
+    if is_inference:
+        with torch.inference_mode():
+            own = torch.empty(0, dtype=place.dtype, device=place.device)
+            own.set_(place.untyped_storage(), place.storage_offset(), place.shape, place.stride())
+            own = own.conj() if place.is_conj() else own
+            place = torch._neg_view(own) if place.is_neg() else own
+    tensor.data = place
 
 
 def _held_by(holder: object) -> list[Any]:
@@ -102,7 +133,11 @@ def is_run_of_bytes(tensor: Tensor) -> bool:
 def _lies_wholly_in(tensor: Tensor, other: Tensor) -> bool:
     """Whether a tensor is a part of another one, and not what that was cut from."""
     run = other.view(-1).view(torch.uint8)
-    return lies_in(tensor, run) and lies_in(tensor.detach()[(-1,) * tensor.dim()], run)
+    if not lies_in(tensor, run):
+        return False
+    # by hand: what is made in inference mode may not be indexed outside of it
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + last * tensor.itemsize < run.data_ptr() + run.numel()
 
 
 def _whole_storage(tensor: Tensor) -> Tensor:

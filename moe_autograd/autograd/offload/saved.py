@@ -15,6 +15,7 @@ expert and the backward would read that one's. Saved-tensor hooks are told of ev
    which leaves memory like any other. What was changed since it was saved raises in the backward.
 5. A tensor that is not strided may hold weights inside (the values of a sparse matrix), so it is copied.
 6. What is kept is cut off its history: a result leads back to the node that saved it, and nobody would find the two.
+   It is a tensor of its own also without one: the module may keep the other, which follows a buffer made anew.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class MovedActivations:
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         key = (*place, tensor._version, tensor.is_conj(), tensor.is_neg())
         name = self._names.setdefault(key, str(len(self._names)))
-        self._tensors[name] = _cut_off(tensor)
+        self._tensors[name] = tensor.detach()
         return _Moved(self, name, tensor._version)
 
     def seal(self) -> None:
@@ -173,7 +174,7 @@ def saving(held: HeldExpert, moved: MovedActivations | None) -> Iterator[Sequenc
             return saved
         if moved is not None and tensor.layout is torch.strided:
             return moved.add(tensor)
-        return _Kept(_cut_off(tensor), tensor._version)
+        return _Kept(tensor.detach(), tensor._version)
 
     to = None if by_caller is None else by_caller[0]
     is_counting = to is not None and counts(to)
@@ -184,11 +185,6 @@ def saving(held: HeldExpert, moved: MovedActivations | None) -> Iterator[Sequenc
         section.opened(),
     ):
         yield ahead
-
-
-def _cut_off(tensor: Tensor) -> Tensor:
-    """Rule 6."""
-    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def _unpack(saved: _Saved) -> Tensor:

@@ -81,6 +81,7 @@ class SharedResidency:
 
     def _checkpoint(self, folder: Path, store: FolderStore, note: Any) -> Path:
         for held in self.held:
+            held.settle()
             held.check_settled()
         for held in self.held:
             held.forget_cleared_state()
@@ -110,6 +111,7 @@ class SharedResidency:
             )
         for held, options in zip(self.held, manifest["experts"], strict=True):
             held.check_checkpoint(path, options)
+            held.settle()  # else what was put in the place of a buffer would come after it
         self.residency.forget_wishes()
         try:
             link_files(path, store)
