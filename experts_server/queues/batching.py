@@ -143,7 +143,7 @@ class ExpertQueue:
     def claim(self) -> bool:
         """Return whether nothing waits here, and nothing is to: then the caller has the turn, for `compute_alone`."""
         with self._lock:
-            if self._is_scheduled or self._waiting.num_calls or self._limits.max_wait_s > 0:
+            if self._is_scheduled or self._limits.max_wait_s > 0:  # without a wait, what waits is scheduled
                 return False
             self._is_scheduled = True
             return True

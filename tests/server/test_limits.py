@@ -11,9 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from experts_server.budget import Budget
 from experts_server.configuration.config import LimitsConfig
+from experts_server.hosting.calls import ForwardCall
+from experts_server.queues.batching import QueueLimits
 from experts_server.serving import service as service_module
 from experts_server.serving import streams as streams_module
+from moe_autograd.errors import InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
 from moe_autograd.wire.framing import seal
@@ -251,6 +255,13 @@ def test_calls_of_many_clients_that_leave_their_answers_are_not_all_taken_while_
             assert len([parcel for message in answers for parcel in reader.feed(message)]) == num_calls
         wait_until(lambda: repr(unanswered).startswith("<Unanswered 0 bytes of 0 streams,"))
         expert.let_go()
+
+
+def test_a_call_for_which_there_is_not_all_room_takes_none() -> None:
+    limits = QueueLimits(Budget(9, "calls"), Budget(7, "bytes"))
+    with pytest.raises(InvalidCallError, match="bytes: expected at most 7, got 8"):
+        limits.take([ForwardCall(b"", print, 1, (), (), num_bytes=8)])
+    assert limits.calls.in_use == 0
 
 
 def test_more_calls_than_a_pass_may_have_are_refused_and_the_others_served() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -18,10 +19,10 @@ from experts_server.hosting.hosted import HostedExpert, SharedMemory
 from experts_server.hosting.kept import KeptForwards
 from experts_server.queues import registry
 from experts_server.queues.batching import Computed, ExpertQueue, QueueLimits
-from moe_autograd.errors import DeadlineExceededError
+from moe_autograd.errors import DeadlineExceededError, ServerUnavailableError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.hosting import sgd
-from tests.support.servers import WireClient, tokens
+from tests.support.servers import START_S, WireClient, tokens
 
 D = 8
 
@@ -281,7 +282,58 @@ def test_a_claimed_call_that_nobody_waits_for_any_more_is_not_begun(queue: Exper
     replies: list[object] = []
     call = call_of(queue, replies)
     assert queue.claim()
-    call.is_cancelled = True
+    call.is_cancelled, call.arrived_at = True, time.monotonic()
     compute_and_answer(queue, call)
     assert isinstance(replies[0], DeadlineExceededError)
+    assert "got there after 0." in str(replies[0])
     assert (queue.stats.num_late, queue._limits.calls.in_use, queue.claim()) == (1, 0, True)
+    assert not queue.stats.kinds["forward"].num_failed
+
+
+def test_a_call_that_nobody_waits_for_when_its_turn_comes_leaves_its_room(queue: ExpertQueue) -> None:
+    replies: list[object] = []
+    call = call_of(queue, replies)
+    assert queue.add(call)
+    call.is_cancelled = True
+    queue.run()
+    assert isinstance(replies[0], DeadlineExceededError)
+    assert (queue.stats.num_late, queue._limits.calls.in_use, queue.claim()) == (1, 0, True)
+
+
+def test_a_turn_is_measured_and_ends_even_if_its_answer_fails(queue: ExpertQueue) -> None:
+    expected_s, calls = queue.expected_s, [call_of(queue, []) for _ in range(2)]
+    for call in calls:
+        call.reply = cast(Any, None)
+    assert queue.claim()
+    with pytest.raises(TypeError):
+        compute_and_answer(queue, calls[0])
+    assert queue.expected_s != expected_s
+    assert queue.add(calls[1])
+    with pytest.raises(TypeError):
+        queue.run()
+    assert queue.claim()
+
+
+def test_an_answer_leaves_whatever_becomes_of_the_numbers(queue: ExpertQueue) -> None:
+    replies: list[object] = []
+    assert queue.claim()
+    computed = queue.compute_alone(call_of(queue, replies))
+    assert 0 <= computed.compute_s < START_S
+    queue.stats = cast(Any, None)
+    with pytest.raises(AttributeError):
+        queue.answer_alone(computed)
+    assert len(replies) == 1
+
+
+def test_a_closed_queue_answers_what_waits_and_begins_nothing(queue: ExpertQueue) -> None:
+    pool: Any = queue._pool
+    replies: list[object] = []
+    first, second, third = (call_of(queue, replies) for _ in range(3))
+    assert queue.claim()
+    assert not queue.add(second)
+    queue.close()
+    assert isinstance(replies[0], ServerUnavailableError)
+    assert queue._limits.calls.in_use == 2
+    assert not queue.add(third)
+    compute_and_answer(queue, first)
+    assert (len(replies), pool.turns) == (2, [])

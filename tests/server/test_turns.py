@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from threading import Semaphore
 
 import pytest
@@ -164,12 +165,13 @@ def test_with_a_waiting_time_small_calls_are_joined_as_well() -> None:
 def test_with_a_waiting_time_what_has_all_rows_or_cannot_be_joined_waits_for_nobody() -> None:
     """Nor is there a second timer while one is set."""
     memory = SharedMemory(KeptForwards(1 << 20, 60), Budget(1 << 20, ""), Budget(1 << 20, ""))
-    limits = QueueLimits(Budget(9, "calls"), Budget(1 << 20, "bytes"), max_batch_tokens=5, max_wait_s=1.0)
+    limits = QueueLimits(Budget(9, "calls"), Budget(1 << 20, "bytes"), max_batch_tokens=5)
     pool, timers = WorkerPool(), []
 
-    def comes_at_once(*row_counts: int, can_join: bool = True) -> list[bool]:
+    def comes_at_once(*row_counts: int, can_join: bool = True, max_wait_s: float = 1.0) -> list[bool]:
         expert = HostedExpert("e", torch.nn.Linear(D, D), None, memory, can_join=can_join)
-        queue = ExpertQueue(expert, pool, limits, call_later=lambda seconds, _: timers.append(seconds))
+        own = replace(limits, max_wait_s=max_wait_s)
+        queue = ExpertQueue(expert, pool, own, call_later=lambda seconds, _: timers.append(seconds))
         calls = [ForwardCall(b"", print, 1, (tokens(n, D),), (False,)) for n in row_counts]
         for call, num_rows in zip(calls, row_counts, strict=True):
             call.num_tokens = num_rows
@@ -178,6 +180,7 @@ def test_with_a_waiting_time_what_has_all_rows_or_cannot_be_joined_waits_for_nob
     assert comes_at_once(2, 2, 1) == [False, False, True]
     assert comes_at_once(5) == [True]
     assert comes_at_once(2, can_join=False) == [True]
+    assert comes_at_once(2, max_wait_s=0.0) == [True]
     assert timers == [1.0]
     assert pool.close(START_S)
 
@@ -209,6 +212,12 @@ def test_a_waiting_time_that_is_over_later_than_the_wait_begins_no_second_turn()
         gated.let_go()
         assert all(answers.acquire(timeout=START_S) for _ in range(3 * is_under_way))
         wait_until(lambda: "busy=0 " in repr(pool))
+    assert not add(1)
+    gated.may_go = Semaphore(0)
+    timers[-1]()
+    assert not add(5), "the turn has begun"
+    gated.let_go()
+    assert all(answers.acquire(timeout=START_S) for _ in range(2))
     assert pool.close(START_S)
 
 
