@@ -40,10 +40,10 @@ def server() -> Iterator[ExpertsServer]:
         yield server
 
 
-def ask(server: ExpertsServer, method: str, **fields: Any) -> Any:
+def ask(server: ExpertsServer, method: str, *, timeout_s: float | None = START_S, **fields: Any) -> Any:
     with grpc.insecure_channel(server.address) as channel:
         call = channel.unary_unary(f"/{SERVICE}/{method}")
-        reply = call(MESSAGES[f"{method}Request"](**fields).SerializeToString(), timeout=START_S)
+        reply = call(MESSAGES[f"{method}Request"](**fields).SerializeToString(), timeout=timeout_s)
     return MESSAGES[f"{method}Response"].FromString(reply)
 
 
@@ -72,6 +72,16 @@ def test_an_inference_is_the_forward_of_the_expert(server: ExpertsServer) -> Non
     assert list(infer(server, "ffn.0", tokens(0, D)).outputs[0].shape) == [0, D]
 
 
+def test_an_inference_evaluates_and_may_come_without_a_deadline() -> None:
+    expert, x = nn.Sequential(nn.Linear(D, D), nn.Dropout(0.9)), tokens(5, D)
+    tensor, raw = {"name": "input.0", "datatype": "FP32", "shape": [5, D]}, bytes(raw_bytes(x))
+    with ExpertsServer({"e": expert}) as server:
+        given = {"model_name": "e", "inputs": [tensor], "raw_input_contents": [raw]}
+        (raw,) = ask(server, "ModelInfer", timeout_s=None, **given).raw_output_contents
+    output = torch.frombuffer(bytearray(raw), dtype=torch.float32).reshape(5, D)
+    torch.testing.assert_close(output, expert[0](x).detach())
+
+
 @pytest.mark.parametrize("rpc", ["ModelReady", "ModelMetadata"])
 def test_there_is_one_version_of_a_model(server: ExpertsServer, rpc: str) -> None:
     assert ask(server, rpc, name="ffn.0", version="1") == ask(server, rpc, name="ffn.0")
@@ -89,7 +99,9 @@ class Transposed(nn.Module):
         return x.transpose(0, -1)
 
 
-def test_inputs_of_all_sizes_that_are_allowed_are_taken_and_any_layout_of_an_output_is_sent() -> None:
+def test_inputs_of_all_sizes_that_are_allowed_and_bools_are_taken_and_any_layout_of_an_output_is_sent() -> (
+    None
+):
     config = ServingConfig(limits=LimitsConfig(max_tensor_bytes=64))
     with ExpertsServer({"e": Transposed()}, config=config) as server:
         for shape in ((2, 8), (2, *[1] * 14, 8)):
@@ -97,6 +109,8 @@ def test_inputs_of_all_sizes_that_are_allowed_are_taken_and_any_layout_of_an_out
             reply = infer(server, "e", x)
             output = torch.frombuffer(bytearray(reply.raw_output_contents[0]), dtype=torch.float32)
             assert torch.equal(output.reshape(list(reply.outputs[0].shape)), x.transpose(0, -1))
+        reply = infer(server, "e", torch.tensor([[True, False]]), datatype="BOOL")
+        assert (reply.outputs[0].datatype, reply.raw_output_contents[0]) == ("BOOL", b"\1\0")
         with pytest.raises(grpc.RpcError, match="expected at most 64 bytes"):
             infer(server, "e", tokens(17, 1))
 
@@ -209,8 +223,9 @@ def test_an_output_that_is_asked_for_again_and_again_is_refused_before_it_is_cop
 
 def test_contents_that_are_not_raw_and_bytes_that_are_no_request_are_refused(server: ExpertsServer) -> None:
     tensor = {"name": "input.0", "datatype": "FP32", "shape": [2, D]}
-    with pytest.raises(grpc.RpcError, match="expected one raw_input_contents for each input"):
-        ask(server, "ModelInfer", model_name="ffn.0", inputs=[tensor])
+    for inputs in ([tensor], []):
+        with pytest.raises(grpc.RpcError, match=f"for each input, and an input, got 0 for {len(inputs)}"):
+            ask(server, "ModelInfer", model_name="ffn.0", inputs=inputs)
     with WireClient(server.address) as client, pytest.raises(grpc.RpcError) as refused:
         client.channel.unary_unary(f"/{SERVICE}/ModelInfer")(b"\xff\xff", timeout=START_S)
     assert refused.value.code() == grpc.StatusCode.DATA_LOSS
@@ -289,11 +304,16 @@ def test_metadata_claim_no_shape_that_is_not_known() -> None:
     experts = {
         "ffn": module(),
         "linear": torch.nn.Linear(D, 3),
-        "mixed": torch.nn.Sequential(torch.nn.Linear(D, 3), torch.nn.Linear(3, 5)),
+        "mixed": torch.nn.Sequential(torch.nn.Linear(D, 3), torch.nn.Linear(3, 5)).double(),
     }
     with ExpertsServer(experts) as server:
-        shapes = {name: list(ask(server, "ModelMetadata", name=name).outputs[0].shape) for name in experts}
-    assert shapes == {"ffn": [-1, D], "linear": [-1, 3], "mixed": [-1, -1]}
+        told = {name: ask(server, "ModelMetadata", name=name).outputs[0] for name in experts}
+    assert {name: list(output.shape) for name, output in told.items()} == {
+        "ffn": [-1, D],
+        "linear": [-1, 3],
+        "mixed": [-1, -1],
+    }
+    assert [output.datatype for output in told.values()] == ["FP32", "FP32", "FP64"]
 
 
 def test_the_turn_goes_round_between_connections() -> None:
