@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -140,15 +142,27 @@ def test_what_hangs_in_another_call_is_left_out_of_a_load_whose_client_has_gone_
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(loads_module, "HANGING_S", 0.1)
-    blocking = Gated()
-    with ExpertsServer({"blocking": blocking, "idle": nn.Linear(D, D)}) as server:
+    blocking, odd = Gated(), Odd(raises=True)
+    with ExpertsServer({"blocking": blocking, "idle": nn.Linear(D, D), "odd": odd}) as server:
         with left_alone(server, blocking) as states:
             wait_until(lambda: is_through(server))
-        assert are_set(server, states) == {"blocking": False, "idle": True}
+        assert are_set(server, states) == {"blocking": False, "idle": True, "odd": False}
     assert (
-        "weights of 2 experts, whose client has gone: expected all to be set, got 'blocking' left out"
+        "weights of 3 experts, whose client has gone: expected all to be set, got 'blocking', 'odd' left out"
         in caplog.text
     )
+
+
+@pytest.mark.parametrize(
+    ("for_s", "are_hanging"), [((None, 61.0), False), ((61.0, 59.0), False), ((61.0, 61.0), True)]
+)
+def test_an_expert_hangs_that_computes_for_a_minute(
+    for_s: Sequence[float | None], *, are_hanging: bool
+) -> None:
+    now = time.monotonic()
+    queues = {str(s): SimpleNamespace(computing_since=None if s is None else now - s) for s in for_s}
+    loads = Loads(cast(Any, queues))
+    assert loads._waits_for_hanging_ones(dict.fromkeys(queues, "waits")) is are_hanging
 
 
 def test_what_refuses_a_load_whose_client_has_gone_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
