@@ -300,6 +300,22 @@ def test_an_inference_changes_buffers_exactly_for_those_who_may_train(tmp_path: 
         assert [num_calls_with(word) for word in ("read", "read", "train", "read")] == [1, 1, 1, 2]
 
 
+def test_metadata_and_answers_name_what_they_are_of() -> None:
+    with ExpertsServer({"e": module().bfloat16()}) as server:
+        shown = ask(server, "ModelMetadata", name="e")
+        answer = infer(server, "e", tokens(2, D).bfloat16(), datatype="BF16")
+    assert (shown.name, list(shown.versions), shown.platform) == ("e", ["1"], "pytorch")
+    assert [(t.name, t.datatype) for t in (*shown.inputs, *shown.outputs)] == [
+        ("input.0", "BF16"),
+        ("output.0", "BF16"),
+    ]
+    assert (answer.model_version, answer.outputs[0].name, answer.outputs[0].datatype) == (
+        "1",
+        "output.0",
+        "BF16",
+    )
+
+
 def test_metadata_claim_no_shape_that_is_not_known() -> None:
     experts = {
         "ffn": module(),
