@@ -1,4 +1,4 @@
-"""What else has a tensor that a call of an offloaded expert puts in the place of a buffer: results, graphs, programs."""
+"""Who else has a tensor that a call of an offloaded expert makes a buffer: results, inputs, graphs, the program."""
 
 from __future__ import annotations
 
