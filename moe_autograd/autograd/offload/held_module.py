@@ -116,11 +116,16 @@ class HeldModule:
     def _call(self, args: Any, kwargs: Any) -> Any:
         with self.noticing_changes(), _caching_no_casts(self.residency.device):
             result = self.module(*args, **kwargs)
-            own = {id(tensor) for tensor in self.tensors.values()}
-            replaced = [tensor for tensor in self.module.buffers() if id(tensor) not in own]
-            return tree_map_only(Tensor, functools.partial(self._owned, replaced), result)
+            return tree_map_only(Tensor, functools.partial(self._owned, self._replacing()), result)
 
-    def _owned(self, replaced: Sequence[Tensor], returned: Tensor) -> Tensor:
+    def _replacing(self) -> list[Tensor]:
+        """Return what the module has in the place of buffers."""
+        if len(self.tensors) == len(self.parameters):  # without buffers, there is nothing to look for
+            return []
+        own = {id(tensor) for tensor in self.tensors.values()}
+        return [tensor for tensor in self.module.buffers() if id(tensor) not in own]
+
+    def _owned(self, replacing: Sequence[Tensor], returned: Tensor) -> Tensor:
         """Return what a call may hand out: a copy of what lies in the buffer, or is about to.
 
         While somebody is inside, nobody puts another in its place. A tensor in the memory of what replaces a buffer,
@@ -128,7 +133,7 @@ class HeldModule:
         """
         if self.is_borrowed(returned) or any(returned is own for own in self.tensors.values()):
             handed_out = returned.clone()
-        elif any(_share_memory(returned, tensor) for tensor in replaced):
+        elif any(_share_memory(returned, tensor) for tensor in replacing):
             handed_out = returned.view_as(returned)
         else:
             return returned
@@ -193,7 +198,8 @@ class HeldModule:
 
     def _has_others(self, versions: _Versions) -> bool:
         """Whether the module has others in the place of tensors that come and go."""
-        return any(name not in versions or versions[name][0] != id(own) for name, own in self.tensors.items())
+        now = [versions[name][0] if name in versions else None for name in self.tensors]
+        return now != [*map(id, self.tensors.values())]
 
     def check_settled(self) -> None:
         """Raise `RuntimeError` if the part lacks what calls have put in the place of buffers: it waits for others."""
