@@ -269,7 +269,7 @@ def test_parallel_apply_calls_them_together() -> None:
 @pytest.mark.parametrize("num_microbatches", [None, 2])
 @pytest.mark.parametrize("ending", ["backward", "dropped"])
 def test_activations_go_with_the_graph(num_microbatches: int | None, ending: str) -> None:
-    alive: list[weakref.ref[Tensor]] = []
+    alive: list[weakref.ref[torch.UntypedStorage]] = []
 
     class Watched(nn.Module):
         def __init__(self) -> None:
@@ -278,7 +278,7 @@ def test_activations_go_with_the_graph(num_microbatches: int | None, ending: str
 
         def forward(self, x: Tensor) -> Tensor:
             h = x * 2
-            alive.append(weakref.ref(h))
+            alive.append(weakref.ref(h.untyped_storage()))
             return self.linear(h)
 
     experts = OffloadedExperts([Watched()], sgd, max_resident_bytes=5000, num_microbatches=num_microbatches)
