@@ -182,11 +182,23 @@ class TestAuto:
             assert experts.compression.forward == "bfloat16"
             assert experts.compression.backward in ("none", "bfloat16")
 
-    def test_small_tensors_tell_nothing_of_the_bandwidth(self, server):
-        with connect(server.address, compression="auto") as experts:
-            for _ in range(20):
-                assert torch.equal(experts["echo"](torch.ones(3)), torch.ones(3))
-            assert experts.compression == Compression("auto", "auto")
+    @pytest.mark.parametrize(("num_streams", "num_bytes"), [(3, 1 << 30), (15, 1 << 18)], ids=str)
+    def test_four_streams_and_four_mib_are_enough_and_no_fewer(self, num_streams, num_bytes):
+        encodings = Encodings(Compression("auto", "none"))
+        for _ in range(num_streams):
+            encodings.note_transfer("Forward", num_bytes, num_bytes / 100e6)
+        assert encodings.compression.forward == "auto"
+        encodings.note_transfer("Forward", 1 << 18, (1 << 18) / 100e6)
+        assert encodings.compression.forward == "bfloat16"
+
+    def test_small_streams_tell_nothing_of_the_bandwidth(self):
+        encodings = Encodings(Compression("auto", "none"))
+        for _ in range(100):
+            encodings.note_transfer("Forward", (1 << 18) - 1, 1e-6)
+        assert encodings.compression.forward == "auto"
+        for _ in range(4):
+            encodings.note_transfer("Forward", 1 << 20, (1 << 20) / 100e6)
+        assert encodings.compression.forward == "bfloat16"
 
     @pytest.mark.parametrize(
         ("bytes_per_s", "chosen"),
