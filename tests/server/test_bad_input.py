@@ -278,12 +278,19 @@ def test_what_is_wrong_with_one_expert_is_its_own_failure_and_not_that_of_its_se
     assert (bad.code, text in bad.text, good.code) == ("EXPERT_FAILED", True, "OK"), bad.text
 
 
-def test_a_state_far_larger_than_the_experts_own_is_refused_while_it_comes(client: WireClient) -> None:
+@pytest.mark.parametrize(
+    ("surplus", "num_come"),
+    [({"up.bias": torch.zeros(1 << 20)}, 4), ({f"{n}": torch.zeros(1) for n in range(100)}, 73)],
+    ids=["bytes", "entries"],
+)
+def test_a_state_far_larger_than_the_experts_own_is_refused_while_it_comes(
+    client: WireClient, surplus: dict[str, Tensor], num_come: int
+) -> None:
     state = client.get_state("ffn.0")["ffn.0"]
-    state["up.bias"] = torch.zeros(1 << 20)
     with pytest.raises(grpc.RpcError) as refused:
-        client.set_state({"ffn.0": state})
-    assert "expected about 4 entries of 1065600 bytes at most, got" in refused.value.details()
+        client.set_state({"ffn.0": state | surplus})
+    told = f"expected about 4 entries of 1065600 bytes at most, got {num_come} of "
+    assert told in refused.value.details()
 
 
 def test_a_state_with_none_in_the_place_of_a_tensor_is_refused(client: WireClient) -> None:
