@@ -12,6 +12,7 @@ from experts_server import ExpertsServer
 from experts_server.budget import Budget
 from experts_server.configuration.config import LimitsConfig, ServingConfig
 from experts_server.hosting import gathered as gathered_module
+from experts_server.hosting.calls import Expected
 from experts_server.hosting.gathered import Gathered, GatheredGradients
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.remote import RemoteOptimizer, connect
@@ -99,6 +100,14 @@ def test_a_step_with_more_backwards_than_its_client_knows_of_is_refused(at_most:
         expected = pb.GatheredBackwards(at_least=1, at_most=at_most)
         assert pb.Code.Name(client.step("e", gathered=[expected]).updates[0].status.code) == code
         assert client.num_updates() == {"e": int(code == "OK")}
+
+
+@pytest.mark.parametrize(("num_unsure", "may_be"), [(8, False), (9, True), (64, True)])
+def test_of_more_than_eight_unsure_backwards_only_the_number_counts(num_unsure: int, may_be: bool) -> None:
+    """All subsets would be looked at for ever, whoever sends them."""
+    gathered = Gathered((), num_backwards=num_unsure // 2, num_samples=1, digest=1)
+    assert gathered.may_be_of(Expected(0, num_unsure, 0, tuple(range(num_unsure)))) == may_be
+    assert not gathered.may_be_of(Expected(0, 1, 0, tuple(range(num_unsure))))
 
 
 def test_a_step_that_has_nothing_gathered_is_no_mistake_at_an_expert_that_is_not_trained() -> None:
