@@ -166,13 +166,20 @@ def test_a_connection_is_closed_wherever_the_garbage_collector_comes_upon_it(col
     assert_prints(program, "CANCELLED CANCELLED", limit_s=30)
 
 
-class ClosedInBetween(Channel):
-    """Is closed by another thread after a call has looked whether it is open, and before it begins."""
+@pytest.fixture
+def closed_in_between(addresses, monkeypatch) -> Iterator[Channel]:
+    """One that another thread closes after a call has looked whether it is open, and before it begins."""
+    with connect(addresses[0]) as experts:
+        channel = experts.connection._delivery._channel(addresses[0])
+        stubs_now = channel._stubs_now
 
-    def _stubs_now(self):
-        stubs = super()._stubs_now()
-        self.close()
-        return stubs
+        def close_in_between() -> object:
+            stubs = stubs_now()
+            channel.close()
+            return stubs
+
+        monkeypatch.setattr(channel, "_stubs_now", close_in_between)
+        yield channel
 
 
 @pytest.mark.parametrize(
@@ -185,14 +192,15 @@ class ClosedInBetween(Channel):
     ],
     ids=["one message", "upload", "stream", "stream both ways"],
 )
-def test_a_channel_that_is_closed_in_between_says_so(addresses, call):
-    channel = ClosedInBetween(addresses[0])
+def test_a_channel_that_is_closed_in_between_says_so(closed_in_between, call):
     with pytest.raises(ServerUnavailableError, match="expected an open connection, got a closed one"):
-        call(channel, Operation(Deadline(60.0), Cancellation()))
+        call(closed_in_between, Operation(Deadline(60.0), Cancellation()))
 
 
-def test_what_nothing_depends_on_is_not_told_to_a_channel_that_is_closed_in_between(addresses):
-    ClosedInBetween(addresses[0]).tell("Expect", pb.ExpectRequest(experts=["ffn.0"]))
+def test_what_nothing_depends_on_is_not_told_to_a_channel_that_is_closed_in_between(closed_in_between):
+    is_lost = threading.Event()
+    closed_in_between.tell("Expect", pb.ExpectRequest(experts=["ffn.0"]), is_lost.set)
+    assert is_lost.is_set()
 
 
 def forward(experts: RemoteExperts) -> list[torch.Tensor]:
