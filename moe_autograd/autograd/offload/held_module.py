@@ -256,7 +256,7 @@ class HeldModule:
         # of parts that share one, all have the new one
         for name, own_name in self._all_names(replaced).items():
             self._put(name, self.tensors[own_name])
-        self._kept_views.move(moves)
+        self._kept_views.move(moves, self.weights.buffer)
         self.residency.changed(self.weights)
 
     def _keep_other_memory(self) -> None:

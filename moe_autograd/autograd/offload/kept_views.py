@@ -59,8 +59,8 @@ class KeptViews:
             if (tensor := ref()) is not None:
                 _point(tensor, place.find(flat), is_inference)
 
-    def move(self, moves: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Point those that lie in the first of two runs of bytes to the same places in the second."""
+    def move(self, moves: Sequence[tuple[Tensor, Tensor]], flat: Tensor) -> None:
+        """Point those that lie in the first of two runs of bytes to the same places in the second; one is in a buffer."""
         if not moves:
             return
         followed = {id(tensor): tensor for tensor in self._that_followed()}
@@ -72,7 +72,7 @@ class KeptViews:
                     _point(tensor, place._replace(start=start).find(whole), tensor.is_inference())
                     followed[id(tensor)] = tensor
                     break
-        self._followed = [*map(weakref.ref, followed.values())]
+        self._followed = [weakref.ref(tensor) for tensor in followed.values() if lies_in(tensor, flat)]
 
     def _that_followed(self) -> list[Tensor]:
         return [tensor for ref in self._followed if (tensor := ref()) is not None]
