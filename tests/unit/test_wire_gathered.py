@@ -24,4 +24,8 @@ def test_a_client_tells_no_more_unsure_ones_than_show_that_they_are_too_many() -
     gathered = _Gathered()
     for sequence in range(100):
         gathered.note(sequence, is_certain=False)
-    assert (gathered.count.at_least, gathered.count.at_most, len(gathered.count.unsure)) == (0, 100, MAX_UNSURE + 1)
+    assert (gathered.count.at_least, gathered.count.at_most, len(gathered.count.unsure)) == (
+        0,
+        100,
+        MAX_UNSURE + 1,
+    )

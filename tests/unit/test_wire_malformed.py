@@ -37,7 +37,10 @@ class TestMalformed:
             (pb.TensorHeader(dtype=pb.FLOAT32, shape=[3], num_bytes=11), "expected 12 bytes"),
             (pb.TensorHeader(dtype=pb.FLOAT32, shape=[3], num_bytes=2**63), "expected 12 bytes"),
             (pb.TensorHeader(dtype=pb.FLOAT32, shape=[1] * 65, num_bytes=4), "at most 64 dimensions"),
-            (pb.TensorHeader(dtype=pb.FLOAT32, shape=[1] * 1020, num_bytes=4), "header of at most 1024 bytes"),
+            (
+                pb.TensorHeader(dtype=pb.FLOAT32, shape=[1] * 1020, num_bytes=4),
+                "header of at most 1024 bytes",
+            ),
             (pb.TensorHeader(dtype=pb.INT32, shape=[1], num_bytes=2, encoding=pb.AS_BFLOAT16), "encoding"),
             (pb.TensorHeader(dtype=pb.FLOAT32, shape=[1], num_bytes=4, encoding=77), "encoding"),
             (pb.TensorHeader(dtype=pb.DTYPE_NONE, shape=[1], num_bytes=4), "dtype"),

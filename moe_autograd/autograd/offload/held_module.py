@@ -36,9 +36,8 @@ _FUSED_OBSERVER: type[nn.Module] | tuple[()] = getattr(
     getattr(torch.ao, "quantization", None), "FusedMovingAvgObsFakeQuantize", ()
 )
 
-_Versions = Mapping[
-    str, tuple[int, int, tuple[int, ...]]
-]  # by name: which tensor it is, its version and shape
+# By name: which tensor it is, its version and its shape.
+_Versions = Mapping[str, tuple[int, int, tuple[int, ...]]]
 
 
 class HeldModule:

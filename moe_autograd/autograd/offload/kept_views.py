@@ -60,7 +60,12 @@ class KeptViews:
                 _point(tensor, place.find(flat), is_inference)
 
     def move(self, moves: Sequence[tuple[Tensor, Tensor]], flat: Tensor) -> None:
-        """Point those that lie in the first of two runs of bytes to the same places in the second; one is in a buffer."""
+        """Point those that lie in the first of two runs of bytes to the same places in the second.
+
+        Args:
+            moves: the two runs, one of which lies in the buffer.
+            flat: the buffer.
+        """
         if not moves:
             return
         followed = {id(tensor): tensor for tensor in self._that_followed()}
