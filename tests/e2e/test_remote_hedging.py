@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
+from experts_server.hosting.calls import BackwardCall, Call
 from experts_server.hosting.kept import KeptForwards
+from experts_server.serving.streams import PassStream
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import DeadlineExceededError, ExpertFailedError, ServerUnavailableError
 from moe_autograd.remote import (
@@ -51,7 +54,7 @@ class Gated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
         self.begun.set()
-        assert self.gate.wait(PATIENCE_S)
+        assert self.gate.wait(2 * PATIENCE_S)
         return self.linear(x)
 
 
@@ -140,8 +143,33 @@ def test_the_server_that_lost_keeps_no_graph(replicas):
         y.sum().backward()
 
 
+def test_nor_does_one_that_has_computed_it_and_whose_answer_never_arrives(replicas, monkeypatch):
+    experts, first, other = connected(replicas)
+    take_result = PassStream.take_result
+
+    def take_of_other(stream: PassStream, call: Call, result: Any) -> None:
+        if stream._settings is other.server._server.service or isinstance(call, BackwardCall):
+            take_result(stream, call, result)
+
+    monkeypatch.setattr(PassStream, "take_result", take_of_other)
+    other.modules["ffn.0"].gate.clear()
+    opening = threading.Thread(target=lambda: open_when(other.modules["ffn.0"], lambda: len(first.kept) == 1))
+    opening.start()
+    with experts:
+        y = experts["ffn.0"](torch.randn(3, 4, requires_grad=True))
+        wait_until(lambda: len(first.kept) == 0)
+        y.sum().backward()
+    opening.join(PATIENCE_S)
+
+
+def open_when(module: Gated, is_so: Callable[[], bool]) -> None:
+    wait_until(is_so)
+    module.gate.set()
+
+
 def test_the_request_that_lost_is_cancelled(replicas):
-    experts, first, _ = connected(replicas)
+    """Neither its deadline nor the gate would end it before the wait for its end is over."""
+    experts, first, _ = connected(replicas, timeout_s=1e6)
     first.modules["ffn.0"].gate.clear()
     with experts:
         experts["ffn.0"](torch.ones(1, 4))
