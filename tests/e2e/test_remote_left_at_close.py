@@ -105,12 +105,16 @@ def test_a_connection_that_nobody_holds_any_more_leaves_nothing_on_its_servers(s
 
 
 def test_a_process_that_ends_just_then_leaves_nothing_on_its_servers(server: ExpertsServer) -> None:
+    """The thread that is to tell them comes to it when the process is about to end, and is slow."""
     for closes in ("experts.close()", "atexit.register(lambda: experts.close())"):
         program = f"""
-            import atexit, torch
-            atexit.register(lambda: experts.close())  # runs last
+            import atexit, threading, torch
             from moe_autograd.remote import closing, connect
-            closing._LAST_WORD_S = 60.0
+            def end_slowly(*those, end=closing._end):
+                closing._has_waited.wait(60)
+                threading.Event().wait(0.3)
+                end(*those)
+            closing._LAST_WORD_S, closing._end = 60.0, end_slowly
             experts = connect("{server.address}")
             y = experts["a"](torch.ones(2, {D}))
             {closes}
