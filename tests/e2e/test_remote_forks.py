@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
+from moe_autograd.remote import connect, forking
+from tests.support.gated import Waiting
 from tests.support.held import Held
 from tests.support.hosting import sgd
-from tests.support.servers import ServerProcess
+from tests.support.servers import ServerProcess, wait_until
 from tests.support.subprocesses import assert_prints, run_python, talk_to
 
 WIDTH = 512
@@ -269,6 +271,23 @@ BESIDE_A_FORK_THAT_WAITS = """
     thread.join()
     os._exit(0)  # the fork still waits
 """
+
+
+def test_a_stream_that_a_fork_has_interrupted_is_not_interrupted_by_the_next(monkeypatch):
+    """A long one would never end beside many forks."""
+    held, seen = Held("forward"), []
+    with ExpertsServer({"held": held}) as server, connect(server.address, timeout_s=1e6) as experts:
+        call = Waiting(lambda: experts["held"](torch.ones(1, 4)))
+        assert held.begun.wait(120)
+        for patience_s in (60.0, 0.1):
+            wait_until(lambda: "(1 RPCs" in repr(forking.GATE))
+            monkeypatch.setattr(forking, "_PATIENCE_S", patience_s)
+            forking.GATE.close()
+            seen.append(repr(forking.GATE))
+            forking.GATE.open()
+        held.may_go.set()
+        assert call.result().shape == (1, 4)
+    assert seen == ["Gate(0 RPCs under way, 1 forks)", "Gate(1 RPCs under way, 1 forks)"]
 
 
 def test_what_waits_for_a_fork_hears_its_deadline_and_close():
