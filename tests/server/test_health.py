@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_the_server_and_each_expert_are_serving() -> None:
 def test_a_hanging_expert_stops_serving_and_serves_again_while_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(health, "STUCK_S", 0.0)
+    monkeypatch.setattr(health, "STUCK_S", 10 * START_S)
     hanging = Hanging()
     with (
         ExpertsServer({"hangs": hanging, "ffn.0": FeedForwardExpert(8)}) as server,
@@ -62,6 +63,13 @@ def test_a_hanging_expert_stops_serving_and_serves_again_while_the_others_go_on(
         assert next(watch).status == SERVING
         caller = threading.Thread(target=client.forward, args=("hangs", torch.ones(2, 8)))
         caller.start()
+        assert hanging.started.wait(START_S)
+        assert server._server is not None
+        assert server._server._loop is not None
+        look = server._server.health.look()
+        asyncio.run_coroutine_threadsafe(look, server._server._loop).result(START_S)
+        assert server._server.health._stuck == set(), "one that computes does not hang"
+        monkeypatch.setattr(health, "STUCK_S", 0.0)
         assert next(watch).status == NOT_SERVING
         assert client.forward("ffn.0", tokens(2, 8)).code == "OK"
         assert stub.Check(health_pb2.HealthCheckRequest(), timeout=START_S).status == SERVING
