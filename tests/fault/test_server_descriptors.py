@@ -14,6 +14,7 @@ import grpc
 import pytest
 import torch
 
+from experts_server.command import daemon
 from tests.support.servers import ServerProcess, WireClient, wait_until
 
 
@@ -38,6 +39,30 @@ def test_a_server_without_a_descriptor_left_computes_and_tells_what_it_hosts(tmp
         with WireClient(server.address, client_id=b"another") as another:
             assert another.num_updates() == {"ffn.0": 1}
         assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted"),
+    [
+        (
+            (1024, resource.RLIM_INFINITY),
+            1 << 16,
+        ),  # some systems allow a billion, and some programs look at each
+        ((1024, 1 << 30), 1 << 16),
+        ((1024, 4096), 4096),
+        ((4096, 4096), None),
+        ((1 << 17, 1 << 20), None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+    ],
+)
+def test_it_allows_itself_as_many_as_it_may_and_no_more_than_it_can_need(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], wanted: int | None
+) -> None:
+    changes: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, new: changes.append(new))
+    daemon._allow_descriptors()
+    assert changes == ([] if wanted is None else [(wanted, limits[1])])
 
 
 def test_more_clients_than_a_system_allows_by_default_are_let_in() -> None:
