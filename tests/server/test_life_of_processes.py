@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from torch import Tensor
 
 from tests.support.servers import START_S, ServerProcess, WireClient, tokens
 
@@ -181,3 +184,20 @@ def test_a_killed_server_leaves_no_orphan_and_its_port_free() -> None:
     assert not psutil.pid_exists(pid)
     with ServerProcess(*FLAGS, "--listen", address) as server:
         assert server.address == address
+
+
+class TellsInterval(torch.nn.Identity):
+    """Returns the interpreter's switch interval."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, sys.getswitchinterval())
+
+
+def test_a_worker_in_pure_python_lets_the_event_loop_run_after_a_millisecond() -> None:
+    with (
+        ServerProcess("--expert", f"{__name__}:TellsInterval") as server,
+        WireClient(server.address) as client,
+    ):
+        (interval_s,) = client.forward("TellsInterval.0", torch.ones(1, 1)).tensors
+        assert interval_s is not None
+        assert interval_s.item() == pytest.approx(0.001)
