@@ -159,6 +159,10 @@ def test_streams_that_ask_for_no_token_take_no_place_of_those_that_do(
                 next(each)
             assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert client.forward("e", tokens(2, 8)).code == "OK"
+        check = health_pb2_grpc.HealthStub(stranger.channel).Check
+        assert check(health_pb2.HealthCheckRequest(), timeout=START_S).status == SERVING, (
+            "no probe is kept out"
+        )
         for each in watches:
             each.cancel()
         wait_until(lambda: "0 inside" in repr(server._server.health._doorway))  # type: ignore[union-attr]
