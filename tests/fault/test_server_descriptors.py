@@ -44,10 +44,8 @@ def test_a_server_without_a_descriptor_left_computes_and_tells_what_it_hosts(tmp
 @pytest.mark.parametrize(
     ("limits", "wanted"),
     [
-        (
-            (1024, resource.RLIM_INFINITY),
-            1 << 16,
-        ),  # some systems allow a billion, and some programs look at each
+        # some systems allow a billion, and some programs look at each
+        ((1024, resource.RLIM_INFINITY), 1 << 16),
         ((1024, 1 << 30), 1 << 16),
         ((1024, 4096), 4096),
         ((4096, 4096), None),
