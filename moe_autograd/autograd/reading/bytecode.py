@@ -81,6 +81,8 @@ def _told_alike(one: dis.Instruction) -> list[tuple[str, Any, int]]:
             return [("LOAD_GLOBAL", one.argval, 1)]
         case "LOAD_ATTR" | "LOAD_METHOD":
             return [("METHOD" if looks_up_method(one) else "ATTRIBUTE", one.argval, 0)]
+        case "LOAD_COMMON_CONSTANT" if one.argrepr == "AssertionError":  # from 3.14 on; `all` is another
+            return [("LOAD_ASSERTION_ERROR", None, 1)]
         case "LOAD_SUPER_ATTR":
             return [("OF_BASES", one.argval, -2)]
         case "PUSH_NULL":
