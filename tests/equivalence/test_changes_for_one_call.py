@@ -87,6 +87,15 @@ def with_a_mode_that_is_set(template: nn.Module, x: Tensor) -> Any:
         switched.training = True
 
 
+def with_a_mode_that_is_worked_out(template: nn.Module, x: Tensor) -> Any:
+    switched = template.get_submodule("2")
+    switched.training = min(True, 0)  # type: ignore[assignment]  # a number, which counts as one
+    try:
+        return template(x)
+    finally:
+        switched.training = True
+
+
 def with_other_data(template: nn.Module, x: Tensor) -> Any:
     weight = template.get_parameter("0.weight")
     before, weight.data = weight.data, weight.data * 2
@@ -120,7 +129,7 @@ def as_a_teacher(template: nn.Module, x: Tensor) -> Any:
 
 
 CHANGES = [in_eval_mode, without_adapter, with_features, frozen, frozen_one_by_one, with_a_mode_that_is_set]
-CHANGES += [in_a_context, as_a_teacher, with_other_data]
+CHANGES += [in_a_context, as_a_teacher, with_other_data, with_a_mode_that_is_worked_out]
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)

@@ -223,7 +223,7 @@ def _done_in(code: types.CodeType) -> tuple[set[str], list[tuple[str, str]]]:
     done, asked, constant = set[str](), list[tuple[str, str]](), None
     steps = [*dis.get_instructions(code)]
     for i, step in enumerate(steps):
-        if step.opname == "LOAD_CONST":
+        if step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
             constant = step.argval
         elif step.starts_line:
             constant = None
