@@ -310,8 +310,9 @@ def test_a_request_that_prometheus_cannot_read_is_an_event_of_the_log_and_no_tra
     with ExpertsServer({"e": nn.Identity()}, config=ServingConfig(metrics_listen="127.0.0.1:0")) as server:
         accept = {"Accept": "application/openmetrics-text; version=one"}
         asked = urllib.request.Request(f"http://{server.metrics_address}/metrics", headers=accept)
-        with pytest.raises(urllib.error.HTTPError, match="500"):
+        with pytest.raises(urllib.error.HTTPError, match="500") as refused:
             urllib.request.urlopen(asked, timeout=30)
+        refused.value.close()
         assert samples(server.metrics_address or "")["experts_server_ready",] == 1
     assert "a reader of metrics got no answer: TypeError" in caplog.text
     assert capfd.readouterr().err == ""

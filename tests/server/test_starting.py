@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def test_a_signal_ends_a_server_that_does_not_serve_yet(
             server = process.pid
             if before:
                 server = int(Path(f"/proc/{server}/task/{server}/children").read_text())
-            subprocess.run(["kill", f"-{number}", str(server)], check=True)
+            os.kill(server, number)
             said, log = process.communicate(timeout=START_S / 4)
         finally:
             process.kill()

@@ -181,8 +181,9 @@ def test_a_server_that_is_started_with_closed_streams_gives_their_numbers_to_not
     )
     try:
         wait_until(lambda: is_served(address) or process.poll() is not None)
-        where = [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in range(3)]
-        assert where == [os.devnull] * 3
+        where = [Path(f"/proc/{process.pid}/fd/{number}").readlink() for number in range(3)]
+        # Importing `ctypes` may open libffi's own file before us, which is only read, and stays.
+        assert {path.name.partition(".")[0] for path in where} <= {"null", "libffi"}
         process.terminate()
         assert process.wait(START_S) == 0
     finally:
