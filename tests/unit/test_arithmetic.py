@@ -308,7 +308,7 @@ class Own(nn.Module):
     assert left() is None
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")  # deprecated; from Python 3.14 on not supported
 def test_scripted_modules_are_called_as_ever() -> None:
     modules = [torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh())) for _ in range(2)]
     xs = [torch.randn(3, 4) for _ in modules]
