@@ -30,6 +30,7 @@ from experts_server.hosting.checks import (
 )
 from experts_server.hosting.modules import IdentityExpert, TransformerExpert
 from experts_server.hosting.training import Training
+from moe_autograd._signatures import signature_of
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 
@@ -171,7 +172,7 @@ def _with_fastest(
     go without.
     """
     is_chosen = not _IMPLEMENTATIONS.isdisjoint(args)
-    if is_chosen or "fused" not in inspect.signature(make).parameters:
+    if is_chosen or "fused" not in signature_of(make).parameters:
         return args
     are_fit = all(
         (p.is_cpu or p.is_cuda) and p.is_contiguous() and p.dtype in (torch.float32, torch.float64)
@@ -310,7 +311,7 @@ def _missing(chosen: Callable[..., Any], args: dict[str, Any]) -> str:
     """Say which sizes a built-in class has to be given, also by flags."""
     if chosen not in BUILT_IN.values():
         return ""
-    wanted = [p.name for p in inspect.signature(chosen).parameters.values() if p.default is p.empty]
+    wanted = [p.name for p in signature_of(chosen).parameters.values() if p.default is p.empty]
     missing = [name for name in wanted if name not in args]
     flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
     return f" Add {', '.join(missing)} (as flags: {flags})." if missing else ""
@@ -319,7 +320,7 @@ def _missing(chosen: Callable[..., Any], args: dict[str, Any]) -> str:
 def _arguments_of(chosen: Callable[..., Any]) -> str:
     """Return which arguments can be configured: not those that are given by us."""
     try:
-        names = [name for name in inspect.signature(chosen).parameters if name not in _GIVEN]
+        names = [name for name in signature_of(chosen).parameters if name not in _GIVEN]
     except (TypeError, ValueError):  # no class, or one that does not tell
         return "arguments that it takes"
     return f"arguments that it takes ({', '.join(names)})" if names else "no arguments"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from moe_autograd._ambient import is_recorded, refuse_transforms
+from moe_autograd._signatures import signature_of
 from moe_autograd.autograd.anchors import stands_for_none
 from moe_autograd.autograd.contents.in_objects import tensors_in_objects
 from moe_autograd.autograd.grad_dtypes import grad_dtype_of
@@ -122,7 +122,7 @@ def _without_schedule(made: Any, step: Any) -> Any:
 def _wanted_by(step: Callable[..., Any]) -> list[str]:
     """Return the names of what cannot be left out of a call."""
     try:
-        parameters = inspect.signature(step).parameters.values()
+        parameters = signature_of(step).parameters.values()
     except (TypeError, ValueError):  # it is not written in Python
         return []
     return [
