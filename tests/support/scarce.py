@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,9 +24,10 @@ def no_thread_to_give() -> Iterator[None]:
 @contextlib.contextmanager
 def few_threads_to_give(most: int) -> Iterator[None]:
     """Within, so many of the threads that are started there are alive at most. (To root a system gives any number.)"""
-    usual, places = threading._start_new_thread, threading.Semaphore(most)  # type: ignore[attr-defined]
+    starter = "_start_joinable_thread" if sys.version_info >= (3, 13) else "_start_new_thread"
+    usual, places = getattr(threading, starter), threading.Semaphore(most)
 
-    def start(function: Callable[..., object], *args: Any) -> int:
+    def start(function: Callable[..., object], *args: Any, **options: Any) -> Any:
         def run(*given: Any) -> None:
             try:
                 function(*given)
@@ -34,13 +36,13 @@ def few_threads_to_give(most: int) -> Iterator[None]:
 
         if not places.acquire(blocking=False):
             raise RuntimeError("can't start new thread")
-        return usual(run, *args)
+        return usual(run, *args, **options)
 
-    threading._start_new_thread = start  # type: ignore[attr-defined]
+    setattr(threading, starter, start)
     try:
         yield
     finally:
-        threading._start_new_thread = usual  # type: ignore[attr-defined]
+        setattr(threading, starter, usual)
 
 
 @contextlib.contextmanager
