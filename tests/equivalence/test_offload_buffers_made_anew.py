@@ -148,6 +148,107 @@ def test_a_buffer_that_only_becomes_another_object_keeps_its_views(same: Callabl
             assert torch.equal(expert(x), module(x))
 
 
+def test_a_buffer_whose_history_is_cut_off_has_none() -> None:
+    """It was another object, and the own one, with the history, was put back."""
+
+    def call(module: Renewing, x: Tensor) -> Tensor:
+        y = module.linear(x) + module.last
+        module.last[0] = y[0]
+        module.last = module.last.detach()
+        return y
+
+    experts, plain = both(lambda: Renewing(call), num=2, optimizer=OPTIMIZERS["sgd"])
+    for modules in (experts, plain):
+        for x in inputs(3):
+            results = [module(x) for module in modules]
+        torch.stack(results).sum().backward()
+    for i, module in enumerate(plain):
+        wanted = {name: parameter.grad for name, parameter in module.named_parameters()}
+        torch.testing.assert_close(experts.gradients(i), wanted, rtol=0, atol=0)
+
+
+class Sharing(nn.Module):
+    """Its parts have one buffer, which becomes another object for both of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.BatchNorm1d(4), nn.BatchNorm1d(4)])
+        self.parts[1].running_mean = self.parts[0].running_mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            part.running_mean = self.parts[0].running_mean
+        mean = self.parts[0].running_mean.detach() if self.training else self.parts[0].running_mean + 1
+        for part in self.parts:
+            part.running_mean = mean
+        return x * self.parts[0].running_mean + self.parts[1].running_mean
+
+
+def test_parts_that_share_a_buffer_share_the_one_that_it_becomes() -> None:
+    experts, plain = both(Sharing, num=2, optimizer=None, max_resident_bytes=2 * SIZE)
+    for number, x in enumerate(inputs(4)):
+        for expert, module in zip(experts, plain, strict=True):
+            for one in (expert.stands_for, module):
+                one.train(number % 2 == 0)
+            assert torch.equal(expert(x), module(x))
+
+
+def differentiate(module: Renewing, x: Tensor, other: Tensor) -> Tensor:
+    """Return forces, by a gradient of its own."""
+    x.requires_grad_()
+    with torch.enable_grad():
+        energy = (module.linear(x) * other.square()).sum()
+        return torch.autograd.grad(energy, x)[0].detach() * module.linear(other)
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_an_input_that_is_given_twice_is_one_tensor_there(optimizer: str | None, is_recorded: bool) -> None:
+    class Forces(Renewing):
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:
+            assert x is other
+            return differentiate(self, x, other)
+
+    make = optimizer and OPTIMIZERS[optimizer]
+    experts, plain = both(lambda: Forces(return_what_it_keeps), num=2, optimizer=make)
+    seen = []
+    for modules in (experts, plain):
+        (x,) = inputs(1)
+        x = x.requires_grad_(is_recorded) * 2
+        with torch.set_grad_enabled(is_recorded):
+            seen.append([module(x, x) for module in modules])
+    torch.testing.assert_close(seen[0], seen[1])
+
+
+def test_gradients_of_an_input_that_is_given_twice_are_added_up() -> None:
+    class Multiplies(Renewing):
+        def forward(self, x: Tensor, other: Tensor, factor: Tensor) -> Tensor:
+            return self.linear(x) * other.square() * factor
+
+    experts, plain = both(
+        lambda: Multiplies(return_what_it_keeps), num=2, optimizer=OPTIMIZERS["sgd"], num_microbatches=2
+    )
+    seen = []
+    for modules in (experts, plain):
+        x, factor = (one.requires_grad_() for one in inputs(2))
+        torch.stack([module(x, x, factor) for module in modules]).sum().backward()
+        seen.append([x.grad, factor.grad])
+    torch.testing.assert_close(*seen)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_input_with_a_history_may_become_a_buffer_where_no_gradients_are_recorded(
+    mode: Callable[[], Any],
+) -> None:
+    experts, plain = both(lambda: Renewing(keep_the_input), num=2, optimizer=OPTIMIZERS["sgd"])
+    for x in inputs(2):
+        x = x.requires_grad_() * 2
+        with mode():
+            for expert, module in zip(experts, plain, strict=True):
+                assert torch.equal(expert(x), module(x))
+    assert_same_weights(experts, plain)
+
+
 def test_notes_on_a_buffer_made_anew_stay() -> None:
     def call(module: Renewing, x: Tensor) -> Tensor:
         if not hasattr(module.mean, "scale"):
@@ -228,3 +329,39 @@ def test_buffers_that_are_made_anew_outside_of_calls_are_in_checkpoints(tmp_path
     for expert in experts:
         expert(inputs(1)[0])
     assert [torch.equal(experts.state_dict(i)["mean"], mean) for i, mean in enumerate(wanted)] == [True] * 3
+
+
+@pytest.mark.parametrize("other", [None, torch.zeros(3), nn.Parameter(torch.ones(4), requires_grad=False)])
+def test_what_is_put_in_the_place_of_a_buffer_between_calls_is_called_with(other: Tensor | None) -> None:
+    """Also what the part has no room for, which leaves with the program."""
+
+    def call(module: Renewing, x: Tensor) -> Tensor:
+        return module.linear(x) * (2 if module.mean is None else 3 + module.mean.sum())
+
+    experts, plain = both(lambda: Renewing(call), num=2, optimizer=None, max_resident_bytes=SIZE)
+    for x in inputs(2):
+        for expert, module in zip(experts, plain, strict=True):
+            for one in (expert.stands_for, module):
+                del one.mean
+                one.mean = other
+            assert torch.equal(expert(x), module(x))
+
+
+def test_restore_needs_nothing_of_what_is_there(tmp_path: Path) -> None:
+    """A file of the store that was cut, and others in the places of buffers."""
+    torch.manual_seed(0)
+    modules = [Renewing(save_it) for _ in range(2)]
+    experts = OffloadedExperts(modules, None, max_resident_bytes=SIZE, store=tmp_path)
+    wanted = [experts.state_dict(i)["mean"].clone() for i in range(2)]
+    experts.checkpoint()
+    (inputs_of_calls,) = inputs(1)
+    for expert in experts:
+        expert(inputs_of_calls)
+    files = [*(tmp_path / "resident-store").glob("*.weights*")]
+    assert files
+    for file in files:
+        file.unlink()
+        file.touch()
+    experts[0].stands_for.mean, experts[1].stands_for.mean = torch.zeros(4), None
+    experts.restore()
+    assert [torch.equal(experts.state_dict(i)["mean"], mean) for i, mean in enumerate(wanted)] == [True] * 2

@@ -2,7 +2,7 @@
 
 Begin with `experts`, and with `residency`, whose rules say what is in memory when::
 
-    modules and calls      experts, expert, call, microbatches, drawing, checks, misfits
+    modules and calls      experts, expert, call, microbatches, drawing, casts, checks, misfits
     tensors of an expert   held, held_module, held_optimizer, flat, state_apart, kept_views, extra_state, owners
     what a graph keeps     saved, passing
     what is in memory      residency, parts, holders, guard, shared, freed_memory

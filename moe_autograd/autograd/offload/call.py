@@ -16,7 +16,7 @@ import collections
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -154,7 +154,7 @@ class OffloadedCall:
         pieces = []
         for rows in self._microbatches.rows:
             with self._held.residency.hold([self._held.weights]):
-                cut = [_apart(tensor) for tensor in self._microbatches.cut(tensors, rows)]
+                cut = _each_once(map(_apart, self._microbatches.cut(tensors, rows)), tensors)
                 made = call(cut)
                 if torch.is_grad_enabled():  # nobody asks for a gradient
                     leaves = [leaf for leaf in tree_flatten(made)[0] if isinstance(leaf, Tensor)]
@@ -178,13 +178,15 @@ class OffloadedCall:
         for rows in self._microbatches.rows:
             moved = None if self._num_microbatches is None else MovedActivations(self._held.residency)
             cut = self._microbatches.cut(tensors, rows)
-            inputs = [let_in(*each) for each in zip(cut, tensors, inlets, strict=True)]
+            inputs = _each_once(map(let_in, cut, tensors, inlets), tensors)
             with self._held.residency.hold([self._held.weights]), torch.enable_grad():
                 with saving(self._held, moved) as ahead:
                     result = call(inputs)
                 outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
                 self.grad_dtypes = to_declare(outputs)
-                piece = _Piece(_edges(inputs), _edges(outputs), self._held.weight_edges(), moved, rows, ahead)
+                edges = _edges(inputs)
+                once = [edge if edge not in edges[:i] else None for i, edge in enumerate(edges)]
+                piece = _Piece(once, _edges(outputs), self._held.weight_edges(), moved, rows, ahead)
                 check_reached(self._held.name, piece.outputs, [*piece.inputs, *piece.weights.values()])
                 pieces.append(piece)
                 self.is_trained = self.is_trained or bool(piece.weights)
@@ -353,12 +355,18 @@ def _storage_of(tensor: Tensor) -> object:
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """Return another that shows a tensor of the caller's, as a leaf does: the module may make it its buffer."""
-    if tensor.requires_grad:  # without a graph: what is done to it is the caller's business
+    """Return another that shows a tensor of the caller's, as `let_in` does: the module may make it its buffer."""
+    if tensor.requires_grad and tensor.is_leaf:  # its gradient is the caller's
         return tensor
-    own = tensor.detach()
+    own = tensor.detach().requires_grad_(tensor.requires_grad)
     put_on(own, notes_on(tensor))
     return own
+
+
+def _each_once(made: Iterable[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return what was made of each tensor; of one that is given twice, the same."""
+    first = dict[int, Tensor]()
+    return [first.setdefault(id(tensor), one) for tensor, one in zip(tensors, made, strict=True)]
 
 
 def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:

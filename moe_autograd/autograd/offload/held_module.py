@@ -6,7 +6,6 @@ Attaching points them into the part's buffer, detaching takes them out of it aga
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import threading
@@ -19,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
-from moe_autograd._contexts import contextmanager
 from moe_autograd._interrupts import uninterrupted, unwindable
 from moe_autograd.autograd.contents.in_objects import notes_on, put_on
 from moe_autograd.autograd.notes import add_note
+from moe_autograd.autograd.offload.casts import caching_no_casts
 from moe_autograd.autograd.offload.checks import check_not_cached, check_values
 from moe_autograd.autograd.offload.flat import Layout, is_same, kind_of, lies_in
 from moe_autograd.autograd.offload.kept_views import KeptViews, is_run_of_bytes
@@ -113,7 +112,7 @@ class HeldModule:
             self._part_from_cache(before)
 
     def _call(self, args: Any, kwargs: Any) -> Any:
-        with self.noticing_changes(), _caching_no_casts(self.residency.device):
+        with self.noticing_changes(), caching_no_casts(self.residency.device):
             result = self.module(*args, **kwargs)
             return tree_map_only(Tensor, functools.partial(self._owned, self._replacing()), result)
 
@@ -158,7 +157,7 @@ class HeldModule:
         Other threads inside may still read a buffer that the module replaces, or be about to save its place. So nothing
         is put there before the last of them leaves; until then the module has the new one as in a plain call.
         """
-        before = self._versions()
+        before = _versions(self._tensors())
         with uninterrupted() as section:
             with self._keeping_changes:
                 self._num_inside += 1
@@ -176,13 +175,12 @@ class HeldModule:
             if self._num_inside:
                 # the last may put others in the place of what was used, on a stream of its own
                 self.residency.finish_kernels()
-            now = self._versions()
-            has_changed = self._changes_unseen or now != before or self._has_others(now)
+            tensors = self._tensors()
+            has_changed = self._changes_unseen or _versions(tensors) != before or self._has_others(tensors)
             self._is_changed = self._is_changed or has_changed
             if not self._is_changed:
                 return
             with torch.inference_mode(False):
-                tensors = self._tensors()
                 if has_changed:
                     tensors = self._fitting(tensors, error)
                 if not self._num_inside:
@@ -191,14 +189,21 @@ class HeldModule:
 
     def settle(self) -> None:
         """Take into the part what was put in the place of a buffer outside of calls, as by a hook of a step."""
-        if self._has_others(self._versions()):
+        if self._has_others(self._tensors()):
             with self.residency.hold([self.weights]), self.noticing_changes():
                 pass
 
-    def _has_others(self, versions: _Versions) -> bool:
-        """Whether the module has others in the place of tensors that come and go."""
-        now = [versions[name][0] if name in versions else None for name in self.tensors]
-        return now != [*map(id, self.tensors.values())]
+    def _has_others(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether others, for which its part has room, are in the place of tensors that come and go."""
+        for name, tensor in tensors.items():
+            if tensor is not self.tensors.get(name) and self._fits(name, tensor):
+                return True
+        return False
+
+    def forget_others(self) -> None:
+        """Let the module have its own tensors again, whatever was put in their place; they are to be read anew."""
+        for name, own_name in self._own_names.items():
+            self._put(name, self.tensors[own_name])
 
     def check_settled(self) -> None:
         """Raise `RuntimeError` if the part lacks what calls have put in the place of buffers: it waits for others."""
@@ -212,12 +217,6 @@ class HeldModule:
         """Whether a tensor lies, or may lie, in the weights' buffer, which is held now and will be used again."""
         assert self.weights.buffer is not None
         return tensor.layout is not torch.strided or lies_in(tensor, self.weights.buffer)
-
-    def _versions(self) -> _Versions:
-        """Return what tells of changes; the shapes, as `resize_` leaves versions as they are."""
-        return {
-            name: (id(tensor), _version_of(tensor), tensor.shape) for name, tensor in self._tensors().items()
-        }
 
     def _own_versions(self) -> list[int]:
         """Return what tells of changes in place, by anybody, of what comes and goes."""
@@ -234,11 +233,10 @@ class HeldModule:
         views = self.weights.layout.fixed_views(self.weights.buffer)
         moved = {n: t for n, t in tensors.items() if t is self.tensors[n] and not is_same(t, views[n])}
         replaced = {n: t for n, t in tensors.items() if t is not self.tensors[n]}
-        for name in [name for name in replaced if is_same(replaced[name], views[name])]:
-            # `self.state = self.state.detach()`: only the object is another
-            put_on(self.tensors[name], notes_on(replaced[name]))
-            self._put(name, self.tensors[name])
-            del replaced[name]
+        same = {name: t for name, t in replaced.items() if self._is_same_memory(name, t, views[name])}
+        for name, own_name in self._all_names(same).items():
+            self._put(name, self.tensors[own_name])
+        replaced = {name: tensor for name, tensor in replaced.items() if name not in same}
         values = {name: tensors[name].detach().clone() for name in (*moved, *replaced)}
         for saved in [saved for name in replaced for saved in self.saved_by_place[name]]:
             saved.keep()
@@ -257,6 +255,17 @@ class HeldModule:
             self._put(name, self.tensors[own_name])
         self._kept_views.move(moves, self.weights.buffer)
         self.residency.changed(self.weights)
+
+    def _is_same_memory(self, name: str, tensor: Tensor, view: Tensor) -> bool:
+        """Whether what replaces a buffer is but another object, which that can stand for, as of `buffer.detach()`."""
+        own = self.tensors[name]
+        has_history = own.grad_fn is not None  # of a change in place, which `detach` ends
+        if not is_same(tensor, view) or (has_history and own._is_view()):
+            return False
+        if has_history:
+            own.detach_()
+        put_on(own, notes_on(tensor))
+        return True
 
     def _keep_other_memory(self) -> None:
         """Take weights that were given other memory (`weight.data = ...`), or other strides, into their part.
@@ -312,7 +321,13 @@ class HeldModule:
     def _put(self, name: str, tensor: Tensor | None) -> None:
         """Let the module have a tensor that comes and goes under this name; `None`, where there was none."""
         path, _, own_name = name.rpartition(".")
-        setattr(self.module.get_submodule(path), own_name, tensor)
+        part = self.module.get_submodule(path)
+        if own_name in part._parameters and not isinstance(
+            tensor, nn.Parameter | None
+        ):  # in a buffer's place
+            del part._parameters[own_name]
+            part.register_buffer(own_name, None)
+        setattr(part, own_name, tensor)
 
     def _fitting(self, tensors: dict[str, Tensor], error: BaseException | None) -> dict[str, Tensor]:
         """Return the module's tensors, which its part has room for.
@@ -358,24 +373,9 @@ class HeldModule:
         return bool(resized)
 
 
-def _caching_no_casts(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which an autocast that is around converts weights and inputs for each use.
-
-    What it caches of weights would stay in memory until its block ends, those of all experts together. Of inputs, which
-    are leaves here and not in a plain module, the gradients of their uses would be added up in the lower precision.
-    """
-    if torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled():
-        return _without_cached_casts()
-    return contextlib.nullcontext()
-
-
-@contextmanager
-def _without_cached_casts() -> Iterator[None]:
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(True)
+def _versions(tensors: Mapping[str, Tensor]) -> _Versions:
+    """Return what tells of changes; the shapes, as `resize_` leaves versions as they are."""
+    return {name: (id(tensor), _version_of(tensor), tensor.shape) for name, tensor in tensors.items()}
 
 
 def _version_of(tensor: Tensor) -> int:

@@ -111,12 +111,12 @@ class SharedResidency:
             )
         for held, options in zip(self.held, manifest["experts"], strict=True):
             held.check_checkpoint(path, options)
-            held.settle()  # else what was put in the place of a buffer would come after it
         self.residency.forget_wishes()
         try:
             link_files(path, store)
             with uninterrupted():  # else some would be those of the checkpoint, and others not
                 for held, options in zip(self.held, manifest["experts"], strict=True):
+                    held.forget_others()
                     held.forget_gradients()
                     held.restore(path, options, store)
         finally:
