@@ -86,8 +86,7 @@ def test_whichever_experts_fail_the_layer_is_the_plain_loop_over_the_survivors(
 ):
     """Values, the gradients of tokens and router, and the updates of the experts on the server."""
     assert len(SUBSETS) == 2**NUM_EXPERTS
-    # in the backward every second one, and the others in both
-    for subset in {"forward": SUBSETS, "backward": SUBSETS[1::2]}.get(phases, SUBSETS[::2]):
+    for subset in SUBSETS if phases != "forward and backward" else SUBSETS[::2]:
         in_forward = subset if "forward" in phases else set()
         in_backward = subset if phases == "backward" else set()
         if phases == "forward and backward":
