@@ -233,7 +233,7 @@ class HeldModule:
         views = self.weights.layout.fixed_views(self.weights.buffer)
         moved = {n: t for n, t in tensors.items() if t is self.tensors[n] and not is_same(t, views[n])}
         replaced = {n: t for n, t in tensors.items() if t is not self.tensors[n]}
-        same = {name: t for name, t in replaced.items() if self._is_same_memory(name, t, views[name])}
+        same = {name: t for name, t in replaced.items() if self._goes_on_as(name, t, views[name])}
         for name, own_name in self._all_names(same).items():
             self._put(name, self.tensors[own_name])
         replaced = {name: tensor for name, tensor in replaced.items() if name not in same}
@@ -256,8 +256,8 @@ class HeldModule:
         self._kept_views.move(moves, self.weights.buffer)
         self.residency.changed(self.weights)
 
-    def _is_same_memory(self, name: str, tensor: Tensor, view: Tensor) -> bool:
-        """Whether what replaces a buffer is but another object, which that can stand for, as of `buffer.detach()`."""
+    def _goes_on_as(self, name: str, tensor: Tensor, view: Tensor) -> bool:
+        """Let a buffer go on as what replaces it if that is but another object (`detach()`); return whether it does."""
         own = self.tensors[name]
         has_history = own.grad_fn is not None  # of a change in place, which `detach` ends
         if not is_same(tensor, view) or (has_history and own._is_view()):
